@@ -98,7 +98,7 @@ def test_what_cannot_fit_is_refused_with_the_sum_and_remedies():
         settle(setup_of("qwen2.5-32b", 8, 80), lambda text: None)
     text = str(caught.value)
     assert "Adam's states" in text
-    assert "1. --" in text
+    assert "feasible settings: --" in text
     assert "--no_check_memory" in text
 
 

@@ -46,7 +46,7 @@ def check(checked, models):
 def test_pairs_are_shown_with_their_marks_and_counted(check, stage):
     rows = [
         pair("1+1=", "2", "3"),
-        pair("1+2=", "3", "30"),  # one begins the other
+        pair("1+2=", "3", "30"),
         pair("1+1=", "2", "3"),  # a duplicate
         pair("1+1=", "3", "2", margin=0.5),  # against the first
         pair("x" * 30, "1", "2"),
@@ -63,8 +63,7 @@ def test_pairs_are_shown_with_their_marks_and_counted(check, stage):
         "duplicate rows (a run uses them all): 1, first: p.jsonl:3 = p.jsonl:1",
         "pairs whose rejected answer is chosen elsewhere: 3, first: p.jsonl:1 against p.jsonl:4, "
         "p.jsonl:3 against p.jsonl:4, p.jsonl:4 against p.jsonl:3",
-        "pairs with one answer that begins the other: 1, first: p.jsonl:2",
-        "the better answer is the longer one in 37.5% of the pairs, ties half",
+        "the chosen answer is the longer one in 37.5% of the pairs, equal ones half",
         "rows that cannot be used: 0",
         "4 rows can be trained on",
     ):
@@ -101,21 +100,12 @@ def test_lengths_that_decide_the_pairs_are_a_warning(check):
 
 
 @pytest.mark.full
-def test_ties_labels_and_scores_are_counted(check):
-    ranked = [
-        {"prompt": "a", "answers": ["1", "22", "333"], "ranks": ranks}
-        for ranks in ([1, 2, 3], [1, 1, 2], [1, 1, 1])
-    ]
-    out = check("reward", ranked)[1]
-    assert "p.jsonl:1, rank 1: 3 tokens, 2 trained" in out
-    assert "rankings with ties: 2 of 3, of ties alone: 1\n" in out
-    # The first ranking prefers short answers thrice, the second twice, the last nothing.
-    assert "longer one in 0.0% of the pairs" in out
+def test_ranks_labels_and_scores_are_shown(check):
+    ranked = [{"prompt": "a", "answers": ["1", "22", "333"], "ranks": [1, 2, 2]}]
+    assert "p.jsonl:1, rank 1: 3 tokens, 2 trained" in check("reward", ranked)[1]
     labelled = [{"prompt": "a", "completion": "b" * (n + 1), "label": n > 2} for n in range(4)]
     out = check("reward", labelled)[1]
     assert "labels: 4, from 0 to 1, mean 0.25\n" in out
-    correlation = np.corrcoef([0, 0, 0, 1], [1, 2, 3, 4])[0, 1]
-    assert f"correlation of labels with lengths: {correlation:.3f}\n" in out
     steps = [{"prompt": "a", "completions": ["b", "c"], "labels": [True, True]}]
     assert "warning: all labels are equal" in check("reward", steps)[1]
     scored = [{"prompt_ids": [5], "response_ids": [6, 7], "score": n / 2} for n in range(3)]
@@ -123,20 +113,17 @@ def test_ties_labels_and_scores_are_counted(check):
     assert "labels: 3, from 0 to 1, mean 0.5\n" in out
 
 
-def test_rankings_of_several_scores_are_counted_by_name(check):
+def test_rankings_of_several_scores_are_shown_by_name(check):
     first, second = {"good": [1, 2], "short": [2, 1]}, {"good": [1, 1]}
     rows = [{"prompt": "a", "answers": ["22", "1"], "ranks": ranks} for ranks in (first, second)]
     out = check("reward", rows, "--reward_heads", "good", "short")[1]
     assert "p.jsonl:1, good rank 1, short rank 2: 4 tokens, 3 trained" in out
     assert "p.jsonl:2, good rank 1: 4 tokens" in out
-    assert "rankings with ties: 1 of 2, of ties alone: 1\n" in out
-    assert "longer one in 50.0% of the pairs" in out  # good prefers it, short does not
 
 
 def test_good_rows_are_shown_with_their_mask_and_counted(check):
     rows = [*GOOD, GOOD[1], {"prompt": "say a line\n" * 9, "completion": "a"}]
-    flags = ("--max_row_tokens", "20", "--train_batch_size", "2", "--max_epochs", "3")
-    code, out, err = check("sft", rows, *flags)
+    code, out, err = check("sft", rows, "--max_row_tokens", "20")
     assert (code, err) == (0, "")
     for line in (
         "p.jsonl: 8 rows, 8 of them readable",
@@ -146,8 +133,6 @@ def test_good_rows_are_shown_with_their_mask_and_counted(check):
         "tokens of a row: shortest 6, median 6, 90 % 6, 99 % 6, longest 6",
         "over 20 tokens (a run leaves them out; --max_row_tokens): 1, first: p.jsonl:8",
         "duplicate rows (a run uses them all): 1, first: p.jsonl:7 = p.jsonl:2",
-        "a run on 1 process: 9 steps of 2 rows; on average 12 tokens a step, 4 of them trained; "
-        "108 and 36 in all",
         "rows that cannot be used: 0",
         "7 rows can be trained on",
     ):
@@ -170,10 +155,6 @@ def test_a_damaged_generation_config_is_refused_as_by_a_run(check, models, tmp_p
     damaged = shutil.copytree(models / "0", tmp_path / "damaged")
     (damaged / "generation_config.json").write_text("{")
     assert check("sft", GOOD, "--pretrain", str(damaged))[0] == 2
-
-
-def test_a_run_that_has_no_step_is_said(check):
-    assert "a run takes 128 rows a step, and has 6: set --train_batch_size" in check("sft", GOOD)[1]
 
 
 READERS = {
@@ -207,11 +188,9 @@ def test_rows_and_counts_are_those_of_the_stage(tmp_path, models, stage):
 
 def test_rows_of_distillation_and_the_tokens_of_the_teacher(check, models, capsys):
     rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(4)]
-    flags = ("--train_batch_size", "2", "--teacher", str(models / "1"))
-    code, out, err = check("distill", rows, *flags)
+    code, out, err = check("distill", rows, "--teacher", str(models / "1"))
     assert (code, err) == (0, "")
     assert "    0+1=>>1<|end|><<\n" in out
-    assert "a run on 1 process: 2 steps of 2 rows" in out
     other = models / "other"
     if not other.exists():
         write_tiny_model(other, "tiny-qwen3", seed=0)

@@ -439,10 +439,7 @@ def _options_of(stage: str) -> Sequence[str]:
         for name in command_options("sft" if stage == "distill" else stage)
         if name in taken or name not in policy
     ]
-    # Options that decide the size of a run, beside those of its rows.
-    sizes = ["train_batch_size", "max_epochs"]
-    more = {"sft": sizes, "distill": [*sizes, "teacher"]}
-    return [*of_rows, *more.get(stage, ())]
+    return [*of_rows, *(["teacher"] if stage == "distill" else [])]
 
 
 def propose_keys(columns: Mapping[str, object]) -> tuple[str | None, str | None]:

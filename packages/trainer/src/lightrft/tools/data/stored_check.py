@@ -6,9 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from lightrft.cli.errors import refuse
 from lightrft.config import ConfigError, RowRunOptions, TrainConfig
 from lightrft.datasets.files import Row
@@ -25,11 +22,10 @@ from lightrft.datasets.scored_rows import ScoredAnswer
 from lightrft.datasets.supervised_rows import NOTHING_TRAINED, RowEncoder, kind_of, remark_of
 from lightrft.datasets.types import DataError
 from lightrft.stages.preference.preference_inputs import data_problems
-from lightrft.stages.reward.comparisons import Comparisons, Judgement
+from lightrft.stages.reward.comparisons import Judgement
 from lightrft.stages.reward.reward_inputs import judgement_reader, plan_scores
 from lightrft.stages.reward.reward_objective import build_losses
 from lightrft.stages.rows.row_inputs import marked_text, read_vocabulary
-from lightrft.stages.rows.row_stage import num_updates
 from lightrft.stages.start_checks import rows_within_context
 from lightrft.stages.teachers import require_same_tokens
 from lightrft.tools.data.data_command import (
@@ -149,17 +145,6 @@ def contradictions(pairs: Pairs) -> list[str]:
     return [f"{row.location} against {chosen[key]}" for row, key in keys if key in chosen]
 
 
-def beginnings(pairs: Pairs) -> list[str]:
-    """Return places of pairs where one answer without its end token begins the other."""
-    places = []
-    for row, each in pairs:
-        short, long = sorted((part.token_ids for part in each.rows), key=len)
-        # The end token of the shorter answer is not at that place in the longer one.
-        if np.array_equal(short[:-1], long[: len(short) - 1]) and len(short) < len(long):
-            places.append(row.location)
-    return places
-
-
 def option_problems(result: RowCheck[Made], config: TrainConfig, stage: str) -> list[str]:
     """Return the reasons why the chosen loss or rule does not fit these rows, one line each."""
     made = result.made
@@ -225,14 +210,9 @@ def show_numbers(result: RowCheck[Made], config: RowRunOptions, *, is_judged: bo
     pairs = pairs_of(result)
     if pairs:
         show_places("pairs whose rejected answer is chosen elsewhere", contradictions(pairs))
-        show_places("pairs with one answer that begins the other", beginnings(pairs))
+        show_bias([each for _, each in pairs])
     say(f"texts read otherwise than they stand: {remark_of(rows) or 0}")
-    judgements = [each for each in made if not isinstance(each, SupervisedRow)]
-    if is_judged:
-        show_labels(judgements)
-        show_bias(judgements)
-    else:
-        show_run(rows, config)
+    show_labels([each for each in made if not isinstance(each, SupervisedRow)])
     show_lines("rows that cannot be used", result.problems)
 
 
@@ -243,82 +223,29 @@ def _contents(made: Made) -> Hashable:
     return tuple(part for answer in made.rows for part in answer.key)
 
 
-def show_run(rows: Sequence[SupervisedRow], config: RowRunOptions) -> None:
-    """Print the steps of a run, and its tokens on average over the orders of its rows."""
-    size = config.train_batch_size
-    num_steps = num_updates(len(rows), config)
-    if not num_steps:
-        say(f"a run takes {size} rows a step, and has {len(rows)}: set --train_batch_size")
-        return
-    step = size * fmean(len(row.token_ids) for row in rows)
-    trained = size * fmean(row.num_trained for row in rows)
-    say(
-        f"a run on 1 process: {num_steps} steps of {size} rows; on average {step:.0f} tokens a "
-        f"step, {trained:.0f} of them trained; {num_steps * step:.0f} and "
-        f"{num_steps * trained:.0f} in all"
-    )
-
-
 def show_labels(judgements: Sequence[Judgement]) -> None:
-    """Print ties of rankings, and the range of labels and scores."""
-    rankings = [each for each in judgements if isinstance(each, RankedAnswers)]
-    if rankings:
-        lists = [list(each.by_name.values()) or [each.ranks] for each in rankings]
-        ties = sum(any(len(set(each)) < len(each) for each in every) for every in lists)
-        alone = sum(all(len(set(each)) == 1 for each in every) for every in lists)
-        say(f"rankings with ties: {ties} of {len(rankings)}, of ties alone: {alone}")
-    labels = labels_of(judgements)
-    if len(labels):
-        say(
-            f"labels: {len(labels)}, from {labels.min():g} to {labels.max():g}, mean "
-            f"{labels.mean():.4g}"
-        )
-        if labels.min() == labels.max():
-            say("warning: all labels are equal: nothing can be learned from them")
-
-
-def labels_of(judgements: Sequence[Judgement]) -> np.ndarray:
-    """Return [labels] float64 of answers without comparisons: 1 good or right, 0 bad or wrong."""
+    """Print the range of labels and scores: of steps and answers, 1 is good or right."""
     labels: list[float] = []
     for each in judgements:
         if isinstance(each, ScoredAnswer):
             labels.append(each.score)
         elif not isinstance(each, PreferencePair | RankedAnswers):
             labels += map(float, each.labels)
-    return np.array(labels, dtype=np.float64)
+    if labels:
+        least, most = min(labels), max(labels)
+        say(f"labels: {len(labels)}, from {least:g} to {most:g}, mean {fmean(labels):.4g}")
+        if least == most:
+            say("warning: all labels are equal: nothing can be learned from them")
 
 
-def length_bias(judgements: Sequence[Judgement]) -> float | None:
-    """Return the share of pairs whose better answer has more tokens; equal lengths count half.
-
-    All pairs of one ranking, also of one of several scores, together weigh as much as one pair.
-    Ties are left out.
-    """
-    rankings = (each.by_name for each in judgements if isinstance(each, RankedAnswers))
-    lengths = torch.tensor([float(len(row.token_ids)) for each in judgements for row in each.rows])
-    longer = total = 0.0
-    for name in set().union(*rankings) or {""}:
-        comparisons = Comparisons.of(judgements, torch.device("cpu"), name)
-        weights = comparisons.weights * ~comparisons.is_tie
-        wins = (comparisons.differences(lengths.double()).sign() + 1) / 2
-        longer += float((weights * wins).sum())
-        total += float(weights.sum())
-    return longer / total if total else None
-
-
-def show_bias(judgements: Sequence[Judgement]) -> None:
-    """Print how well the lengths of the answers explain the judgements."""
-    share = length_bias(judgements)
-    if share is not None:
-        say(f"the better answer is the longer one in {share:.1%} of the pairs, ties half")
-        best = max(share, 1 - share)
-        if best >= SUSPICIOUS_SHARE:
-            say(
-                f"warning: '{'longer' if share > 0.5 else 'shorter'} wins' is right in {best:.1%} "
-                "of the pairs: what is learned from them may be length"
-            )
-        return
-    labels = labels_of(judgements)
-    lengths = np.array([len(row.token_ids) for each in judgements for row in each.rows])
-    if len(labels) == len(lengths) > 1 and labels.std() and lengths.std():
-        say(f"correlation of labels with lengths: {np.corrcoef(labels, lengths)[0, 1]:.3f}")
+def show_bias(pairs: Sequence[PreferencePair]) -> None:
+    """Print in how many pairs the chosen answer is the longer one; equal lengths count half."""
+    lengths = [[len(row.token_ids) for row in pair.rows] for pair in pairs]
+    share = fmean((chosen > rejected) + (chosen == rejected) / 2 for chosen, rejected in lengths)
+    say(f"the chosen answer is the longer one in {share:.1%} of the pairs, equal ones half")
+    best = max(share, 1 - share)
+    if best >= SUSPICIOUS_SHARE:
+        say(
+            f"warning: '{'longer' if share > 0.5 else 'shorter'} wins' is right in {best:.1%} "
+            "of the pairs: what is learned from them may be length"
+        )

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.train_config import launch_problems
-from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.memory import MemoryPlan, fitting_budget, fitting_share, plan_memory
 from lightrft.tools.plan.setup import Setup
 
@@ -20,9 +18,6 @@ CHOICES: tuple[tuple[Mapping[str, object], ...], ...] = (
 )
 # Settings of the engine, which cost less than all choices.
 ENGINE = ("engine_tp_size", "engine_mem_util")
-# Never chosen, since it trains something else; only proposed.
-ADAPTERS: Mapping[str, object] = {"lora_rank": 16}
-NUM_REMEDIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +43,16 @@ class Advice:
                 texts.append(f"--{name} {value}")
         return " ".join(texts)
 
+    def __str__(self) -> str:
+        if self.plan.fits:
+            adapts = self.plan.setup.config.lora_rank > 0
+            return f"feasible settings: {self.flags}{'' if adapts else ' (or --lora_rank 16)'}"
+        return (
+            f"nor does what the other options give fit ({self.flags}; "
+            f"{'; '.join(self.plan.problems)}): more or larger GPUs, a shorter "
+            "generate_max_len, or --lora_rank"
+        )
+
 
 def advise(setup: Setup) -> Advice:
     """Return the cheapest changes with which all fits, or those that come nearest to it."""
@@ -61,53 +66,6 @@ def advise(setup: Setup) -> Advice:
     # Each setting costs more than all before it together.
     order = [*ENGINE, *(name for choice in _choices(setup) for step in choice for name in step)]
     return min(fitting, key=lambda each: sum(2 ** order.index(name) for name in each.changes))
-
-
-def remedies(setup: Setup) -> list[str]:
-    """Return single changes that lower the worst phase most, with what they save."""
-    worst = plan_memory(setup).worst
-    savings = []
-    others = [] if setup.config.lora_rank else [ADAPTERS]
-    for step in (*(step for choice in _choices(setup) for step in choice), *others):
-        changes = _acting(step, setup.config)
-        changed = _changed(setup, changes)
-        if not changes or changed is None:
-            continue
-        plan = plan_memory(changed)
-        now = next(p for p in plan.phases if p.name == worst.name).device_bytes
-        if worst.device_bytes - now > 0.01 * worst.device_bytes:
-            savings.append((worst.device_bytes - now, Advice(changes, plan).flags))
-    savings.sort(key=lambda each: -each[0])
-    return [f"{flags}: {saved / 1e9:.1f} GB less" for saved, flags in savings[:NUM_REMEDIES]]
-
-
-def splits(setup: Setup) -> str:
-    """Return how many ranks may only generate, in a line; "" if none may."""
-    config = setup.config
-    if config.rollout_lag or config.stream_chunk or config.has_episodes:
-        return ""
-    numbers = [str(number) for number in range(1, setup.world_size) if _may_split(setup, number)]
-    return (
-        f"--rollout_lag 1 --rollout_ranks N fits with N = {', '.join(numbers)}" if numbers else ""
-    )
-
-
-def _may_split(setup: Setup, number: int) -> bool:
-    """Return whether so many ranks may only generate, and both sides fit."""
-    if not setup.config.fsdp or setup.config.rollout_batch_size % number:
-        return False
-    split = _changed(setup, {"rollout_ranks": number, "rollout_lag": 1})
-    if split is None:
-        return False
-    room, rest = engine_room(replace(setup, world_size=number)), setup.world_size - number
-    # Both sides share the host.
-    host = setup.host_bytes and setup.host_bytes * min(rest, setup.most_per_node)
-    trains = replace(setup, world_size=rest, engine="", node_bytes=host)
-    return (
-        not launch_problems(split.config, setup.world_size)
-        and (room is None or not room.problem())
-        and plan_memory(trains).fits
-    )
 
 
 def _excess(plan: MemoryPlan) -> float:

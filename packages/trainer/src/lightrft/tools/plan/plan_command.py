@@ -10,7 +10,7 @@ from lightrft.cli.options import Parser, add_options, available_options, parse_o
 from lightrft.config import ConfigError
 from lightrft.run.gpus import GPUS, Gpu, find_gpu
 from lightrft.tools.commands import parser_of
-from lightrft.tools.plan.advice import Advice, advise, remedies, splits
+from lightrft.tools.plan.advice import Advice, advise
 from lightrft.tools.plan.memory import (
     UNTRACED_TOLERANCE,
     MemoryPlan,
@@ -142,24 +142,17 @@ def full_report(plan: MemoryPlan, advice: Advice, gpu: Gpu) -> str:
     if plan.fits:
         lines.append("fits: these settings are feasible")
         setup = advice.plan.setup
-    elif advice.plan.fits:
-        setup, flags = advice.plan.setup, advice.flags
-        lines += [f"feasible settings: {flags}", summary(plan_memory(with_budget(setup)))]
     else:
-        lines.append(
-            f"nor does what the other options give fit ({advice.flags}; "
-            f"{'; '.join(advice.plan.problems)}): more or larger GPUs, a shorter "
-            "generate_max_len, or --lora_rank"
-        )
-    single = [] if plan.fits else remedies(plan.setup)
-    lines += [f"  {number}. {text}" for number, text in enumerate(single, 1)]
+        lines.append(str(advice))
+        if advice.plan.fits:
+            setup, flags = advice.plan.setup, advice.flags
+            lines.append(summary(plan_memory(with_budget(setup))))
     if setup.rolls_out:
         lines += [
             "",
             f"With {flags or 'these settings'}:",
             *count_table(setup),
             "",
-            *filter(None, [splits(setup)]),
             f"GPU: NVIDIA {gpu.source}.",
         ]
     return "\n".join(lines)

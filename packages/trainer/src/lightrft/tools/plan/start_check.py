@@ -108,13 +108,9 @@ def settle(
     write(f"memory: {summary(plan)}")
     if plan.fits:
         return config
-    from lightrft.tools.plan.advice import advise, remedies
+    from lightrft.tools.plan.advice import advise
 
-    lines = [f"  {number}. {text}" for number, text in enumerate(remedies(plan.setup), start=1)]
-    suggested = advise(plan.setup)
-    if suggested.plan.fits:
-        lines.append(f"  settings that fit: {suggested.flags}")
-    advice = "\n".join(("; ".join(plan.problems), *lines))
+    advice = "\n  ".join(("; ".join(plan.problems), str(advise(plan.setup))))
     if setup.has_gpu and is_hopeless(plan):
         raise MemoryError(
             f"the run needs more memory than its GPUs have: {summary(plan)}\n"
