@@ -400,21 +400,6 @@ def _mistral_body(text: str, place: int) -> tuple[list[ToolCall], int]:
     return [from_value(each, ("arguments",)) for each in cast("list[object]", value)], end
 
 
-def _cohere_body(text: str, place: int) -> tuple[list[ToolCall], int]:
-    """Read `[{"tool_call_id": ..., "tool_name": ..., "parameters": {...}}]`."""
-    value, end = _decoded(text, place)
-    if not isinstance(value, list):
-        raise MalformedCallError("an action must be a list of calls")
-    names = {"tool_name": "name", "tool_call_id": "id"}
-    calls = [
-        {names.get(name, name): part for name, part in each.items()}
-        if isinstance(each, dict)
-        else each
-        for each in value
-    ]
-    return [from_value(call, ("parameters",)) for call in calls], end
-
-
 def harmony_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
     """Parse `<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>`.
 
@@ -458,12 +443,6 @@ lfm_calls = Marked("<|tool_call_start|>", "<|tool_call_end|>", _python_body)
 gemma_calls = Marked(
     "<|tool_call>", "<tool_call|>", _gemma_body, ("<|channel>thought", "<channel|>")
 )
-cohere_calls = Marked(
-    "<|START_ACTION|>",
-    "<|END_ACTION|>",
-    _cohere_body,
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-)
 mistral_calls = Marked("[TOOL_CALLS]", "", _mistral_body)
 
 # In the order in which a chat template is tested with them.
@@ -476,7 +455,6 @@ PARSERS: Mapping[str, CallParser] = {
     "invoke": invoke_calls,
     "lfm": lfm_calls,
     "gemma": gemma_calls,
-    "cohere": cohere_calls,
     "harmony": harmony_calls,
     "mistral": mistral_calls,
     "llama": llama_calls,
@@ -485,7 +463,7 @@ PARSERS: Mapping[str, CallParser] = {
 # Where calls begin in a text.
 MARKS = (
     *("<tool_call>", "<|python_tag|>", "<function=", _CALLS_BEGIN, _CALL_BEGIN),
-    *("<|tool_call_start|>", "<|tool_call>", "[TOOL_CALLS]", "<|START_ACTION|>"),
+    *("<|tool_call_start|>", "<|tool_call>", "[TOOL_CALLS]"),
     *(
         "<|tool_calls_section_begin|>",
         "<|tool_call_begin|>",
