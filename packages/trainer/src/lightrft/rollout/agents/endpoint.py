@@ -28,7 +28,6 @@ from lightrft.rollout.agents.messages import (
     read_json,
     read_text,
 )
-from lightrft.rollout.agents.ollama_api import read_ollama, reply_ollama
 from lightrft.rollout.agents.replies import reply
 from lightrft.rollout.agents.responses_api import read_response, reply_response
 
@@ -43,7 +42,6 @@ _CALLS: Mapping[str, tuple[Callable[[Json], ChatCall], Reply]] = {
     "/v1/completions": (read_text, reply),
     "/v1/responses": (read_response, reply_response),
     "/v1/messages": (read_messages, reply_message),
-    "/api/chat": (read_ollama, reply_ollama),
 }
 _MODELS = "/v1/models"
 # Number of keys of past episodes to remember, so that late calls get the right error.
