@@ -424,7 +424,6 @@ ENVIRONMENT_KINDS = Registry(
     {
         "openenv": "lightrft.tools.environments.openenv:connect",
         "skyrl_gym": "lightrft.tools.environments.skyrl_gym:converse",
-        "observed": "lightrft.tools.environments.observed:observe",
     },
     takes_own=False,
 )
