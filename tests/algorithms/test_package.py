@@ -1,9 +1,6 @@
 """The package's door."""
 
-import subprocess
-import sys
-
-from tests.machine import seconds
+from tests.programs import run_python
 
 
 def test_importing_what_options_need_does_not_import_torch():
@@ -11,4 +8,4 @@ def test_importing_what_options_need_does_not_import_torch():
         "import sys, lightrft.algorithms, lightrft.algorithms.correction_terms; "
         "sys.exit('torch' in sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=seconds(60))
+    run_python("-c", program, code=0)

@@ -1,11 +1,10 @@
 """Commands, rewards and start hooks of other packages, by entry points."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from tests.programs import run_python
 
 PLUGIN = """
     import sys
@@ -44,14 +43,7 @@ def lightrft(tmp_path):
 
     def run(*argv, program="import sys; from lightrft.cli.main import main; sys.exit(main())"):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        return subprocess.run(
-            [sys.executable, "-c", program, *argv],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
+        return run_python("-c", program, *argv, env={**os.environ, "PYTHONPATH": path})
 
     run.plant = plant
     return run

@@ -5,12 +5,11 @@ They are read in a process that the kernel ends where it makes a socket or opens
 
 import platform
 import struct
-import subprocess
 import sys
 
 import pytest
 from tests.datasets.film_files import film, sound_alone
-from tests.machine import seconds
+from tests.programs import run_python
 
 from lightrft.engines.media.containers import BEGINNINGS, demuxer_of
 
@@ -169,12 +168,7 @@ def tried(folder, contents, readers="as_film,as_sound"):
     calls = CALLS.get(platform.machine())
     if calls is None or sys.platform != "linux":
         pytest.skip("the numbers of system calls are those of Linux on x86-64 and ARM")
-    done = subprocess.run(
-        [sys.executable, "-c", GUARDED, str(folder), repr(calls), readers],
-        capture_output=True,
-        text=True,
-        timeout=seconds(120),
-    )
+    done = run_python("-c", GUARDED, str(folder), repr(calls), readers)
     if "no guard" in done.stdout:
         pytest.skip(f"the kernel takes no filter of system calls: {done.stdout}")
     return done.returncode, done.stdout.splitlines(), done.stderr

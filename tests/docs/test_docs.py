@@ -6,12 +6,11 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_program
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import COMMANDS, main
@@ -65,16 +64,13 @@ def run_page(page, folder):
             (folder / name[1]).write_text(text)
             continue
         program = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else None
-        done = subprocess.run(
-            program or [sys.executable, "-c", text],
+        run_program(
+            *(program or [sys.executable, "-c", text]),
             cwd=folder,
             env=environment,
-            capture_output=True,
-            text=True,
-            timeout=seconds(1500),
-            check=False,
+            timeout_seconds=1500,
+            code=0,
         )
-        assert done.returncode == 0, text + done.stdout[-2000:] + done.stderr[-2000:]
 
 
 def test_every_block_has_a_language_and_an_end():
@@ -100,8 +96,7 @@ def test_a_costly_page_runs(page, tmp_path):
 def test_every_bash_block_parses_and_names_known_commands(page):
     for language, text in blocks(page):
         if language == "bash":
-            checked = subprocess.run(["bash", "-n", "-c", text], capture_output=True, check=False)
-            assert checked.returncode == 0, checked.stderr
+            run_program("bash", "-n", "-c", text, code=0)
         commands = re.findall(r"^lightrft ([a-z][\w-]*)", text, flags=re.MULTILINE)
         assert set(commands) <= set(COMMANDS), text
 

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -72,9 +71,7 @@ def test_the_first_command_as_written_on_a_machine_without_uv(tmp_path):
     """A clean checkout, a new home, and a system Python that refuses installations (PEP 668)."""
     root, folder = README.parent, tmp_path / "checkout"
     folder.mkdir()
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
-    )
+    listed = run_program("git", "ls-files", "-z", cwd=root, code=0)
     for name in filter(None, listed.stdout.split("\0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, folder / name)

@@ -8,14 +8,13 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from tests.machine import seconds
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 UV = shutil.which("uv")
@@ -73,23 +72,14 @@ def run(*command, cwd, timeout_seconds=900, path=None, environment=os.environ):
     environment = {**kept, "OMP_NUM_THREADS": "1", "VIRTUAL_ENV": ""}
     if path is not None:
         environment["PATH"] = str(path)
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=seconds(timeout_seconds),
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    how = {"cwd": cwd, "env": environment, "timeout_seconds": timeout_seconds}
+    return run_program(*command, code=0, **how).stdout
 
 
 def interpreter(version):
     """Path of a Python, or None if uv finds none; nothing is downloaded."""
     command = [UV, "python", "find", "--no-project", "--system", "--no-python-downloads", version]
-    found = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    found = run_program(*command, cwd="/")
     return found.stdout.strip() if found.returncode == 0 else None
 
 
@@ -249,13 +239,7 @@ def test_mypy_sees_the_types_of_what_is_installed(bare, tmp_path):
     python = ("--python-executable", bare / "bin/python", "--no-incremental")
     scripts = sorted(path.name for path in tmp_path.glob("script_*.py"))
     assert "Success" in run(TOOLS / "mypy", *python, *scripts, cwd=tmp_path)
-    done = subprocess.run(
-        [TOOLS / "mypy", *python, "mistakes.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_program(TOOLS / "mypy", *python, "mistakes.py", cwd=tmp_path)
     assert '"rollout_batch_size" to "TrainConfig" has incompatible type' in done.stdout
     assert 'Unexpected keyword argument "nonsense"' in done.stdout
 

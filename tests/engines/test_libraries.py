@@ -3,13 +3,12 @@
 import ast
 import importlib.metadata
 import logging
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import transformers.masking_utils
+from tests.programs import run_python
 
 from lightrft.engines import libraries
 from lightrft.engines.libraries import LIBRARIES, LibraryError, check_library
@@ -133,5 +132,5 @@ def test_every_name_of_vllm_exists():
 def test_no_table_imports_its_library():
     code = "import sys, lightrft.engines.libraries; print([n for n in sys.modules if n in "
     code += f"{list(LIBRARIES)}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code, code=0)
     assert done.stdout.strip() == "[]"

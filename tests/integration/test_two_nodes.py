@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.programs import run_program
 from tests.runs import lines, rollout_options, tiny_models, words, write_inputs
 
 pytestmark = pytest.mark.shard("training")
@@ -47,7 +48,7 @@ class Node:
 
 
 def ip(*arguments):
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    run_program("ip", *arguments, code=0)
 
 
 @pytest.fixture
@@ -238,9 +239,7 @@ def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
             assert all(agent.poll() is None for agent in agents), texts
             time.sleep(0.5)
         assert all(row["grad_norm"] > 0 for row in steps_of(tmp_path)[:3])
-        found = subprocess.run(
-            ["ip", "netns", "pids", nodes[1].name], check=True, capture_output=True, text=True
-        )
+        found = run_program("ip", "netns", "pids", nodes[1].name, code=0)
         for number in found.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(number), signal.SIGKILL)

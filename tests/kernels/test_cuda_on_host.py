@@ -9,11 +9,10 @@ import ctypes
 import platform
 import re
 import shutil
-import subprocess
 
 import pytest
 import torch
-from tests.machine import seconds
+from tests.programs import run_program
 
 from lightrft.kernels import hash_tensor
 from lightrft.kernels.weight_bucket import cuda
@@ -96,23 +95,8 @@ def run_on_host(repository, tmp_path_factory):
     source = source[: re.search(r"template <bool WithHash>\n__global__", source).start()]
     (folder / "bucket.cpp").write_text(SHIM + source + DRIVER)
     library = folder / "bucket.so"
-    subprocess.run(
-        [
-            "g++",
-            "-std=c++17",
-            "-O1",
-            "-mf16c",
-            "-w",
-            "-shared",
-            "-fPIC",
-            f"-I{csrc}",
-            "-o",
-            str(library),
-            str(folder / "bucket.cpp"),
-        ],
-        check=True,
-        timeout=seconds(120),
-    )
+    how = ("g++", "-std=c++17", "-fPIC", "-shared", "-O1", "-mf16c", "-w", f"-I{csrc}")
+    run_program(*how, folder / "bucket.cpp", "-o", library, code=0)
     function = ctypes.CDLL(str(library)).run_on_host
     function.argtypes = [ctypes.c_void_p, *3 * [ctypes.c_int64], ctypes.c_void_p]
     function.restype = ctypes.c_long

@@ -3,14 +3,14 @@
 import ctypes
 import platform
 import shutil
-import subprocess
 
 import pytest
 import torch
-from tests.machine import seconds
+from tests.programs import run_program
 
 from lightrft.kernels import hash_tensor
 
+GCC = ("g++", "-std=c++17", "-fPIC")
 DOOR = """
 #include "hash.hpp"
 extern "C" std::uint64_t hash_range(
@@ -30,41 +30,11 @@ def test_the_path_equals_the_definition(repository, tmp_path, path):
         pytest.skip("no AVX2 here")
     csrc = repository / "packages/kernels/csrc"
     (tmp_path / "door.cpp").write_text(DOOR)
-    supports = int(path == "avx2")
-    library = tmp_path / "hash.so"
-    subprocess.run(
-        [
-            "g++",
-            "-std=c++17",
-            "-O2",
-            "-c",
-            "-fPIC",
-            "-mavx2",
-            str(csrc / "hash_avx2.cpp"),
-            "-o",
-            str(tmp_path / "avx2.o"),
-        ],
-        check=True,
-        timeout=seconds(100),
-    )
-    subprocess.run(
-        [
-            "g++",
-            "-std=c++17",
-            "-O2",
-            "-shared",
-            "-fPIC",
-            f"-I{csrc}",
-            f"-D__builtin_cpu_supports(name)={supports}",
-            str(tmp_path / "door.cpp"),
-            str(csrc / "hash.cpp"),
-            str(tmp_path / "avx2.o"),
-            "-o",
-            str(library),
-        ],
-        check=True,
-        timeout=seconds(100),
-    )
+    supports = f"-D__builtin_cpu_supports(name)={int(path == 'avx2')}"
+    inner, library = tmp_path / "avx2.o", tmp_path / "hash.so"
+    run_program(*GCC, "-c", "-O2", "-mavx2", csrc / "hash_avx2.cpp", "-o", inner, code=0)
+    parts = (tmp_path / "door.cpp", csrc / "hash.cpp", inner)
+    run_program(*GCC, "-shared", "-O2", f"-I{csrc}", supports, *parts, "-o", library, code=0)
     hash_range = ctypes.CDLL(str(library)).hash_range
     hash_range.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64]
     hash_range.restype = ctypes.c_int64

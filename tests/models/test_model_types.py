@@ -10,7 +10,7 @@ from PIL import Image
 from tests.models.all_types import types
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.runs import lines
-from tests.stages.test_proof_at_load import POLICY
+from tests.stages.test_proof_at_load import POLICY, reinforce
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
@@ -99,12 +99,8 @@ def saved(folder, model_type):
 )
 def test_types_that_no_table_has_train_on_text(model_type, tmp_path):
     model = saved(tmp_path / "model", model_type)
-    summary = train(
-        model,
-        [{"input": f"Say {n}."} for n in range(4)],
-        lambda responses: [float(place % 2) for place in range(len(responses))],
-        output_dir=str(tmp_path / "run"),
-        **POLICY,
+    summary = reinforce(
+        model, tmp_path, lambda responses: [float(n % 2) for n in range(len(responses))]
     )
     before, after = (load_causal_lm(path).state_dict() for path in (model, summary.model_dir))
     assert before.keys() == after.keys()

@@ -1,10 +1,7 @@
 """What does not train with DeepSpeed does not import it."""
 
-import subprocess
-import sys
-
 import pytest
-from tests.machine import seconds
+from tests.programs import run_python
 
 PROGRAM = """
 import sys
@@ -22,12 +19,6 @@ print("deepspeed" in sys.modules)
 @pytest.mark.full
 @pytest.mark.deepspeed
 def test_writing_loading_and_saving_a_model_does_not_import_deepspeed(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "tiny")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=seconds(240),
-    )
+    done = run_python("-c", PROGRAM, str(tmp_path / "tiny"), timeout_seconds=240, code=0)
     assert done.stdout.splitlines()[-1] == "False"
     assert "accelerator" not in done.stderr

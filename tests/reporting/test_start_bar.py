@@ -2,13 +2,13 @@
 
 import io
 import json
-import subprocess
 import sys
 import threading
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
+from tests.programs import run_python
 
 from lightrft.reporting import start_bar as module
 from lightrft.reporting.start_bar import end_start_bar, start_bar, start_text
@@ -110,12 +110,7 @@ def test_a_recorded_command_shows_it_before_its_first_word(tmp_path, monkeypatch
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     command = [str(Path(sys.executable).with_name("lightrft")), "init-model", str(tmp_path / "m")]
-    done = subprocess.run(
-        [sys.executable, str(RECORDER), str(tmp_path / "out.cast"), *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run_python(str(RECORDER), str(tmp_path / "out.cast"), *command, timeout_seconds=300)
     assert done.returncode == 0, done.stderr
     assert "longest silence" in done.stdout
     header, *events = map(json.loads, (tmp_path / "out.cast").read_text().splitlines())

@@ -1,13 +1,12 @@
 """What a reward function leaves behind, holds, sees and prints."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from tests.machine import seconds
+from tests.programs import run_python
 from tests.rewards.asking import results_of
 
 from lightrft.cli.errors import is_out_of_memory
@@ -124,13 +123,7 @@ def test_no_child_outlives_a_killed_trainer(file, tmp_path):
         "print(reward.functions[0].workers.workers[0].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=seconds(60),
-        check=False,
-    )
+    done = run_python("-c", program)
     assert done.returncode == -signal.SIGKILL
     assert wait_for_end(int(done.stdout))
     assert wait_for_end(int((tmp_path / "pid").read_text()))

@@ -1,12 +1,11 @@
 """Reward functions of a user's file: calls, checks, deadlines, crashes."""
 
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 from tests.machine import seconds
+from tests.programs import run_python
 from tests.rewards.asking import results_of
 
 from lightrft.config import TrainConfig
@@ -173,12 +172,6 @@ def test_an_unguarded_script_is_not_run_again_by_its_workers(file, tmp_path):
         f"with build_reward([{str(file) + ':array'!r}]) as reward:\n"
         "    print(reward.score(['p'], ['a'], [None], {})[0].reward)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=seconds(60),
-        check=True,
-    )
+    done = run_python(str(script), code=0)
     assert done.stdout.split() == ["start", "0.0"]
     assert "on import" in done.stderr

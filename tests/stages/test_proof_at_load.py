@@ -1,7 +1,5 @@
 """Planted faults of a model's computation are found before the first step of every stage."""
 
-import json
-
 import pytest
 import torch
 from tests.engines.altered_engines import no_convolution
@@ -143,6 +141,12 @@ def saved(folder, family, changes):
     return str(folder / "model")
 
 
+def reinforce(model, folder, reward=lambda responses: [0.0 for _ in responses], **changes):
+    """Train one step on four prompts; return the summary of the run."""
+    rows = [{"input": f"Say {n}."} for n in range(4)]
+    return train(model, rows, reward, output_dir=str(folder / "run"), **POLICY | changes)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_refused_by_reinforcement(fault, monkeypatch, tmp_path):
     family, changes, plant, error, words = FAULTS[fault]
@@ -150,46 +154,13 @@ def test_a_planted_fault_is_refused_by_reinforcement(fault, monkeypatch, tmp_pat
     plant(monkeypatch)
     packs = {"packing_samples": True} if fault.startswith("leak") else {}
     with pytest.raises(error, match=rf"{words}.*at most \d.*is rounding"):
-        train(
-            model,
-            [{"input": f"Say {n}."} for n in range(4)],
-            lambda responses: [0.0 for _ in responses],
-            output_dir=str(tmp_path / "run"),
-            **POLICY,
-            **packs,
-        )
-
-
-ROWS = {
-    "sft": {"prompt": "a", "completion": "b"},
-    "prefer": {"prompt": "a", "chosen": "b", "rejected": "c"},
-    "train": {"input": "a", "label": "b"},
-}
-
-
-@pytest.mark.parametrize("command", ROWS)
-def test_a_head_that_computes_otherwise_is_refused_in_one_line(
-    command, tmp_path, capsys, monkeypatch
-):
-    model = saved(tmp_path, "gemma2", {"final_logit_softcapping": 2.0})
-    forget_transform(monkeypatch)
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text((json.dumps(ROWS[command]) + "\n") * 4)
-    options = ["--train_batch_size", "4", "--output_dir", str(tmp_path / "run")]
-    if command == "train":
-        options += ["--reward_fn", "boxed_math", "--engine_type", "hf", "--rollout_batch_size", "4"]
-        options += ["--n_samples_per_prompt", "2", "--generate_max_len", "4"]
-    code = main([command, "--pretrain", model, "--prompt_data", str(rows), "--fsdp", *options])
-    text = capsys.readouterr().err
-    assert code == 2
-    assert "Traceback" not in text
-    assert text.count("the head computes other log-probabilities than Gemma2ForCausalLM") == 1
+        reinforce(model, tmp_path, **packs)
 
 
 def error_of_a_run(model, folder, capsys, *options):
     """Standard error of a supervised run that is refused in one line."""
     rows = folder / "rows.jsonl"
-    rows.write_text((json.dumps(ROWS["sft"]) + "\n") * 4)
+    rows.write_text('{"prompt": "a", "completion": "b"}\n' * 4)
     fixed = ["--train_batch_size", "4", "--output_dir", str(folder / "run"), "--fsdp"]
     code = main(["sft", "--pretrain", model, "--prompt_data", str(rows), *fixed, *options])
     text = capsys.readouterr().err
@@ -283,11 +254,5 @@ def test_a_cache_that_loses_its_convolution_is_refused_before_the_first_step(
     model = saved(tmp_path, "lfm2", {"layer_types": ["conv", "full_attention"]})
     no_convolution(monkeypatch)
     with pytest.raises(WeightSyncError, match=r"cache of Lfm2ForCausalLM .* differ by 0"):
-        train(
-            model,
-            [{"input": f"Say {n}."} for n in range(4)],
-            lambda responses: [0.0 for _ in responses],
-            output_dir=str(tmp_path / "run"),
-            **POLICY,
-        )
+        reinforce(model, tmp_path)
     assert "step 1" not in capsys.readouterr().out
