@@ -96,7 +96,9 @@ class Responses(Chats):
 
     def stream(self, talk, **options):
         with self.client.responses.stream(model="policy", input=talk, **options) as stream:
+            said = [event.text for event in stream if event.type == "response.output_text.done"]
             answer = stream.get_final_response()
+        assert "".join(said) == answer.output_text
         return *self.read(answer), answer.usage.output_tokens
 
     def result(self, answer):

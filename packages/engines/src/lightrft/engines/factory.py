@@ -46,7 +46,7 @@ class EngineFacts:
     def has_known_order(self, *, top_k: int, top_p: float, min_p: float) -> bool:
         """Return whether it is known what these truncations keep together."""
         is_single = (top_k != -1) + (top_p < 1) + (min_p > 0) < 2
-        return is_single or self.known_order != "other"
+        return is_single or self.known_order in ("min_p last", "min_p first")
 
 
 class EngineBuilder(Protocol):
@@ -113,9 +113,9 @@ def resolve_engine_type(engine_type: str) -> str:
         )
     if engine_type in ENGINES:
         return engine_type
-    known = ", ".join(sorted(ENGINES))
-    hint = nearest_names(engine_type, [*ENGINES, "auto"])
-    raise ValueError(f"unknown engine_type {engine_type!r}{hint}; known: auto, {known}")
+    known = [*ENGINES, "auto"]
+    hint = nearest_names(engine_type, known)
+    raise ValueError(f"unknown engine_type {engine_type!r}{hint}; known: {', '.join(known)}")
 
 
 def _is_usable(package: str) -> bool:
