@@ -16,7 +16,34 @@ Q = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64)
 P = torch.tensor([[0.6, 0.2, 0.1, 0.1]], dtype=torch.float64)
 
 
+@pytest.mark.parametrize(
+    "form, value", [("reverse", 0.0566411612), ("forward", 0.0570681197), ("jsd", 0.0140741616)]
+)
+def test_worked_numbers(form, value):
+    found = divergence(Q.log() + 3.0, P.log() - 1.0, form=form)
+    assert float(found) == pytest.approx(value, abs=1e-10)
+
+
 for_every_form = pytest.mark.parametrize("form", DIVERGENCES)
+
+
+@for_every_form
+def test_a_distribution_has_no_distance_from_itself_and_some_from_others(form):
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert divergence(logits, logits + 2.0, form=form, beta=0.3).abs().max() < 1e-12
+    assert divergence(logits, logits.flip(1), form=form, beta=0.3).min() > 0.01
+
+
+@pytest.mark.parametrize(
+    "form, k, value",
+    [("forward", 1, 0.0201355136), ("reverse", 1, 0.0204109973), ("forward", 2, 0.0282999125)],
+)
+def test_worked_numbers_with_a_tail(form, k, value):
+    best = P.topk(k).indices
+    found = divergence(
+        top_and_tail(Q.log() + 3.0, best), with_tail(P.log().gather(-1, best)), form=form
+    )
+    assert float(found) == pytest.approx(value, abs=1e-10)
 
 
 def buckets(logits, token_ids):

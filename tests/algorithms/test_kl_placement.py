@@ -1,6 +1,7 @@
 """The gradient that each KL estimator has in the reward and in the loss, by exact enumeration.
 
-One token of a small vocabulary is sampled; the expectation over it is a sum.
+One token of a small vocabulary is sampled; the expectation over it is a sum. What is measured is
+the share of the gradient of KL(policy || reference) in what a placement gives: 1 is right.
 """
 
 import re
@@ -40,6 +41,11 @@ def log_softmax(logits):
     return torch.log_softmax(logits, -1)[:, None]
 
 
+def divergence(logits, ref):
+    p = log_softmax(logits)
+    return (p.exp() * (p - log_softmax(ref))).sum()
+
+
 def objective(logits, estimator, placement):
     """Expected loss over every token as a response of its own, sampled from the policy."""
     p, mask = log_softmax(logits), torch.ones(SIZE, 1, dtype=torch.bool)
@@ -51,6 +57,20 @@ def objective(logits, estimator, placement):
     zero = torch.zeros(SIZE, dtype=torch.float64)
     advantages = broadcast_to_tokens(zero, mask, kl=kl, kl_coef=1.0).advantages
     return (old.exp() * clipped_policy_loss(p, old, advantages, mask).loss).sum()
+
+
+def share(policy, estimator, placement):
+    logits = policy.clone().requires_grad_()
+    (true,) = torch.autograd.grad(divergence(logits, reference()), logits)
+    (found,) = torch.autograd.grad(objective(logits, estimator, placement), logits)
+    return float(found @ true / (true @ true))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("placement", ["reward", "loss"])
+def test_the_default_is_the_gradient_of_the_divergence(placement, name):
+    config = TrainConfig(init_kl_coef=0.1, use_kl_loss=placement == "loss")
+    assert 0.97 < share(POLICIES[name], config.kl_estimator_name, placement) < 1.03
 
 
 # ---- which gradient each estimator has in each placement, as the gradient of a closed form ----
@@ -112,12 +132,6 @@ def test_the_gradient_of_each_estimator_is_that_of_a_closed_form(estimator, plac
         (expected,) = torch.autograd.grad(FORMS[placement][estimator](p, r), logits)
         (found,) = torch.autograd.grad(objective(logits, estimator, placement), logits)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("placement", FORMS)
-def test_the_default_is_the_gradient_of_the_divergence(placement):
-    config = TrainConfig(init_kl_coef=0.1, use_kl_loss=placement == "loss")
-    assert FORMS[placement][config.kl_estimator_name] is forward
 
 
 def test_k1_in_the_loss_is_named_without_effect():

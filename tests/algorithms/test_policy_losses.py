@@ -155,12 +155,17 @@ def test_defaults_and_options_are_the_papers(name):
     paper = PAPER_LOSSES[name].__kwdefaults__ or {}
     expected = {key: value for key, value in paper.items() if key != "max_response_tokens"}
     options = keyword_options(POLICY_LOSSES.load(name))
-    found = {option: parameter.default for option, parameter in options.items()}
-    assert [*found.items()] == [*expected.items()]
+    assert {option: parameter.default for option, parameter in options.items()} == expected
+    assert list(keyword_options(POLICY_LOSSES.load(name))) == list(expected)
 
 
-def test_losses_that_couple_tokens_or_rows_say_so():
+def test_every_loss_declares_the_aggregation_of_its_paper():
     modes = {name: policy_loss_traits(POLICY_LOSSES.load(name)) for name in POLICY_LOSSES}
+    by_token = {"dapo", "cispo", "reinforce", "dro", "clip_cov", "kl_cov"}
+    assert {n for n, t in modes.items() if t.aggregation == "token-mean"} == by_token
+    assert {n for n, t in modes.items() if t.aggregation == "seq-mean-token-sum-norm"} == {
+        "dr_grpo"
+    }
     by_row = {"gspo", "gspo-token", "gmpo", "ppo-sequence", "sapo-sequence"}
     assert {n for n, t in modes.items() if t.is_sequence_level} == by_row
     assert {n for n, t in modes.items() if t.couples_rows} == {"clip_cov", "kl_cov"}

@@ -1,12 +1,20 @@
-"""Losses of reward models at their bounds; `tests/stages/reward` has their formulas."""
+"""Losses of reward models: worked numbers, finite differences, and what they say of ties."""
 
 import math
 
 import pytest
 import torch
 
-from lightrft.algorithms.reward_losses import bradley_terry, rao_kupper, scaled_bradley_terry
+from lightrft.algorithms.reward_losses import (
+    binary_cross_entropy,
+    bradley_terry,
+    rao_kupper,
+    scaled_bradley_terry,
+    squared_error,
+)
 
+CHOSEN = torch.tensor([1.2, -0.3], dtype=torch.float64)
+REJECTED = torch.tensor([0.5, 0.4], dtype=torch.float64)
 NO_TIE = torch.zeros(2, dtype=torch.bool)
 PAIR_LOSSES = [bradley_terry, scaled_bradley_terry, rao_kupper]
 
@@ -14,6 +22,24 @@ PAIR_LOSSES = [bradley_terry, scaled_bradley_terry, rao_kupper]
 def probability(loss, difference, *, is_tie=False):
     given = torch.tensor([difference], dtype=torch.float64)
     return math.exp(-loss(given, torch.tensor([is_tie])).item())
+
+
+def test_worked_numbers():
+    differences = CHOSEN - REJECTED
+    assert bradley_terry(differences, NO_TIE).mean().item() == pytest.approx(
+        0.7531860489, abs=1e-10
+    )
+    margins = torch.tensor([0.5, 0.0], dtype=torch.float64)
+    found = bradley_terry(differences - margins, NO_TIE).mean().item()
+    assert found == pytest.approx(0.8506624591, abs=1e-10)
+
+
+def test_the_scaled_loss_is_the_cross_entropy_of_scaled_scores():
+    logits = torch.stack([CHOSEN, REJECTED], dim=1) / 0.07
+    expected = -logits.log_softmax(-1)[:, 0]
+    torch.testing.assert_close(scaled_bradley_terry(CHOSEN - REJECTED, NO_TIE), expected)
+    halved = scaled_bradley_terry(CHOSEN - REJECTED, NO_TIE, scale=0.5)
+    torch.testing.assert_close(halved, bradley_terry((CHOSEN - REJECTED) / 2, NO_TIE))
 
 
 @pytest.mark.parametrize("loss", PAIR_LOSSES)
@@ -38,5 +64,31 @@ def test_preference_reverse_and_tie_add_up_to_1(difference, width):
     tied = [probability(loss, d, is_tie=True) for d in (0.0, 0.5, -0.5, 3.0)]
     assert tied[0] > tied[1] > tied[3]
     assert tied[2] == pytest.approx(tied[1])
+
+
+def test_a_tie_pulls_scores_together():
+    tie = torch.ones(2, dtype=torch.bool)
+    differences = CHOSEN - REJECTED
+    found = bradley_terry(differences, tie, tie_coef=0.02)
+    torch.testing.assert_close(found, 0.02 * differences.abs())
     with pytest.raises(ValueError, match="tie_width must be positive: got 0"):
-        rao_kupper(NO_TIE.double(), NO_TIE, tie_width=0)
+        rao_kupper(differences, tie, tie_width=0)
+
+
+def test_labels_are_compared_with_scores():
+    labels = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(
+        squared_error(CHOSEN, labels), torch.tensor([0.04, 0.09], dtype=torch.float64)
+    )
+    p = CHOSEN.sigmoid()
+    expected = torch.stack([-p[0].log(), -(1 - p[1]).log()])
+    torch.testing.assert_close(binary_cross_entropy(CHOSEN, labels), expected)
+
+
+@pytest.mark.parametrize("loss", [*PAIR_LOSSES, squared_error, binary_cross_entropy])
+def test_gradients_are_those_of_finite_differences(loss):
+    torch.manual_seed(0)
+    values = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    other = torch.arange(6) % 2
+    other = other.bool() if loss in PAIR_LOSSES else other.double()
+    assert torch.autograd.gradcheck(lambda v: loss(v, other), values)

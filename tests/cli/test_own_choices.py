@@ -38,8 +38,13 @@ class Lines:
 """
 
 
-def train(folder, name, *flags):
-    """Return the metrics of a run of one step with everything own."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_inputs(tiny_models(tmp_path_factory.mktemp("own"), "model"), files={"own.py": OWN})
+
+
+def run(folder, name, *flags):
+    """The exit code of a run of one step with everything own."""
     own = folder / "own.py"
     sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
     choices = {
@@ -49,18 +54,40 @@ def train(folder, name, *flags):
         "loggers": f"{own}:Lines",
     }
     options = rollout_options(folder, name, max_steps=1, **sizes, **choices)
-    assert main(["train", *words(options), *flags]) == 0
+    return main(["train", *words(options), *flags])
+
+
+def train(folder, name, *flags):
+    """The metrics of the one step of such a run."""
+    assert run(folder, name, *flags) == 0
     return steps(folder / name)[-1]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(280)
-def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(tmp_path):
-    folder = write_inputs(tiny_models(tmp_path, "model"), files={"own.py": OWN})
+def test_own_choices_train_and_their_hyper_parameters_change_the_numbers(folder):
     plain = train(folder, "plain", "--advantage_args", "shift=1")
     assert plain["policy_loss"] == pytest.approx(-1.0, abs=1e-4)  # minus the mean advantage
     assert (folder / "plain/lines.txt").read_text() == f"1 {plain['reward']}\n"
-    flags = "--policy_loss_args factor=3 --advantage_args shift=2 --reward_args bonus=5"
-    other = train(folder, "other", *flags.split())
+    other = train(
+        folder,
+        "other",
+        "--policy_loss_args",
+        "factor=3",
+        "--advantage_args",
+        "shift=2",
+        "--reward_args",
+        "bonus=5",
+    )
     assert other["policy_loss"] == pytest.approx(-6.0, abs=1e-3)
     assert other["reward"] == pytest.approx(plain["reward"] + 5)
+
+
+@pytest.mark.full
+def test_a_changed_file_of_an_own_loss_is_not_continued_silently(capsys, folder):
+    train(folder, "again", "--save_steps", "1")
+    (folder / "own.py").write_text(OWN.replace("-factor", "-2 * factor"))
+    code = run(folder, "again", "--max_steps", "2", "--load_checkpoint")
+    (folder / "own.py").write_text(OWN)
+    assert code == 2
+    assert "own.py" in capsys.readouterr().err

@@ -93,6 +93,16 @@ def test_shifted_logits_stay_finite_and_right(impl, shift):
     check_logprob(leaves, targets, upstream, impl=impl, workspace=workspace_of(impl), **bounds)
 
 
+def test_no_phantom_columns_when_the_last_chunk_is_short():
+    # A row of very negative logits: a padded column with logit 0 would take all the mass.
+    weight = torch.zeros(300, 4)
+    bias = torch.full((300,), -200.0)
+    output = linear_logprob(
+        torch.ones(2, 4), weight, torch.tensor([0, 299]), bias=bias, workspace=Workspace(256)
+    )
+    assert torch.allclose(output.logprobs, torch.full((2,), -math.log(300)), atol=1e-5)
+
+
 def test_gradient_of_a_near_certain_target_keeps_its_digits():
     # p = 1 - 1e-6: p - 1 must come out to a percent, not as 0.
     weight = torch.tensor([[1.0], [0.0]], requires_grad=True)

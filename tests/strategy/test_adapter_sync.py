@@ -116,6 +116,17 @@ def test_with_merged_weights_both_hold_what_has_no_adapter_once():
     assert report.num_aliased_bytes == sum(held[name].nbytes for name in without)
 
 
+def test_engine_and_trainer_have_the_same_effective_policy():
+    actor = lora_actor()
+    engine, merged = engine_of(actor), engine_of(actor, is_merged=True)
+    synced(actor, WeightSync(engine))
+    synced(actor, WeightSync(merged), is_merged=True)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    found, expected = (e.generate([GenerationRequest(PROMPT)], params)[0] for e in (engine, merged))
+    assert found.output_token_ids == expected.output_token_ids
+    assert found.output_logprobs == pytest.approx(expected.output_logprobs, abs=1e-4)
+
+
 def mean_difference(actor, engine, rows):
     ids = torch.tensor(rows)
     with torch.no_grad():
