@@ -369,10 +369,11 @@ def test_it_is_in_the_journal(planted, tmp_path):
     journal.leave()
     journal.close()
     found = read_journal(path)
-    for followed, turn in zip(found.rounds, turns, strict=True):
-        again = followed[5].completion(turn.prompt_token_ids, turn.weights_version)
+    for number, turn in enumerate(turns):
+        followed = found.turns[5, number]
+        again = followed.completion(turn.prompt_token_ids, turn.weights_version)
         assert again == turn
-        assert followed[5].entry(2).facts == turn.facts
+        assert followed.entry(2).facts == turn.facts
 
 
 def test_journals_without_it_are_read_and_written_as_before(tmp_path):
@@ -395,8 +396,7 @@ def test_journals_without_it_are_read_and_written_as_before(tmp_path):
         for each in (begin, line, {"event": "round", "round": 0, "sample_ids": [5]}):
             text, check = event_line(each, check)
             file.write(text)
-    (turns,) = read_journal(path).rounds
-    completion = turns[5].completion((1, 2), 0)
+    completion = read_journal(path).turns[5, 0].completion((1, 2), 0)
     assert completion.facts == {}
     episode = episode_of(5, (1, 2))
     episode.add_turn(completion, "")

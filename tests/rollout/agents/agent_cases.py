@@ -62,9 +62,9 @@ def with_client(agent):
 
 @with_client
 async def appends(client, row):
-    """Three turns of one conversation."""
+    """Three turns of one conversation, or fewer."""
     talk = [SYSTEM, user(row["input"])]
-    for text in ("And then?", "Go on.", ""):
+    for text in ("And then?", "Go on.", "")[row.get("first", 0) :]:
         talk.append(await client.ask(talk))
         if text:
             talk.append(user(text))

@@ -258,6 +258,10 @@ def test_a_continued_run_takes_what_was_sampled_from_the_journal(stage, tmp_path
     assert [i.rollout for i in first.scored] == [i.rollout for i in second.scored]
     check_exact(played, second)
     assert content_of(journal.read_bytes()) == content_of(whole)
+    # An agent that makes fewer calls now leaves the journal of this time.
+    played.prompts[0].row["first"] = 2
+    played.sample()
+    assert journal.read_bytes().count(b'"event": "turn"') == 2
 
 
 def content_of(journal):

@@ -280,9 +280,8 @@ def agree(
     text = None if problem is None else str(problem)
     everyone: list[tuple[State, str | None, Sequence[str]]]
     everyone = context.gather_objects((state, text, tuple(notes)))
-    for _, _, lines in everyone:
-        for line in lines:
-            context.print(line)
+    for line in dict.fromkeys(line for _, _, lines in everyone for line in lines):
+        context.print(line)
     if problem is not None:
         raise problem
     for rank, (_, text, _) in enumerate(everyone):

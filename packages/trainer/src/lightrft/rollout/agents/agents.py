@@ -29,7 +29,6 @@ from lightrft.rollout.agents.rendering_check import are_sent, fault_of
 from lightrft.rollout.agents.rounds import AnswerRules, RunSampling, answer_round
 from lightrft.rollout.environments.environments import check_turns, control_token_ids
 from lightrft.rollout.environments.journal import JOURNAL_FOLDER, Journal, images_fact
-from lightrft.rollout.environments.journal_reading import RecordedTurn
 from lightrft.rollout.scoring import finished_samples, open_scorer
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SampleRequests, Samples, SourceParts, agree, task_seeds
@@ -206,16 +205,14 @@ class AgentSource:
                 "answers_turns": True,
             },
         )
-        if journal.damage is not None:
-            self._parts.context.print(f"{journal.damage}: what follows is sampled again")
-        known, engine = journal.known, self._parts.session.engine
+        known, engine = journal.recorded.turns.values(), self._parts.session.engine
         version = -1 if engine is None else engine.weights_version
         if engine is not None:
             sampling = requests.params.distribution
-            engine.ledger.restore([turn.entry(version, sampling) for turn in known.values()])
-        completions = {key: turn.completion((), version) for key, turn in known.items()}
+            engine.ledger.restore([turn.entry(version, sampling) for turn in known])
+        completions = {turn.sampled.request_id: turn.completion((), version) for turn in known}
         for episode in episodes:
-            episode.known = dict(completions)
+            episode.known = completions
         return journal
 
     def _agree(self, problem: Exception | None, sampling: RunSampling) -> None:
@@ -223,15 +220,10 @@ class AgentSource:
 
         Collective.
         """
-        outcomes = agree(self._parts.context, problem, dict(sampling.differences))
-        differences = {name: text for each in outcomes for name, text in each.items()}
-        new = sorted(text for name, text in differences.items() if name not in self._told)
-        self._told |= set(differences)
-        if new:
-            self._parts.context.print(
-                f"agents asked for other sampling options than the run's, which count: "
-                f"{', '.join(new)}"
-            )
+        new = [text for name, text in sampling.differences.items() if name not in self._told]
+        self._told |= sampling.differences.keys()
+        text = "agents asked for other sampling options than the run's, which count:"
+        agree(self._parts.context, problem, None, [f"{text} {', '.join(sorted(new))}"] * bool(new))
 
 
 def note_episode(ledger: SampleLedger, episode: AgentEpisode, rows: Sequence[Rollout]) -> None:
@@ -286,15 +278,6 @@ class CallJournal(Journal):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._numbers: dict[int, int] = {}
 
-    @property
-    def known(self) -> dict[int, RecordedTurn]:
-        """Turns of complete rounds, by request id."""
-        return {
-            turn.sampled.request_id: turn
-            for turns in self.recorded.rounds
-            for turn in turns.values()
-        }
-
     def calls(self, made: Sequence[tuple[AgentEpisode, CalledTurn]]) -> None:
         """Write the answered turns of one round, each with its episode."""
         new = [pair for pair in made if pair[1].request_id not in self._numbers]
@@ -341,6 +324,7 @@ class _AgentRun:
             made = answer_round(calls, self.rules, self._sample)
             self.last_seconds = time.monotonic() - started
             self.journal.calls(made)
+        self.journal.leave(is_over=True)
 
     def close(self) -> None:
         """Close all keys; later calls are refused."""

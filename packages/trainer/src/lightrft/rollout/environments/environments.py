@@ -177,10 +177,7 @@ class EpisodeSource:
         """
         params = self.turns.chat.with_end_of_turn(params)
         parts = self.parts, self.pool, self.turns
-        batch = EpisodeBatch(*parts, params, episodes, journal, ledger)
-        if journal.damage is not None:
-            batch.notes.append(f"{journal.damage}: what follows is sampled again")
-        return batch
+        return EpisodeBatch(*parts, params, episodes, journal, ledger)
 
     def sample(self, requests: SampleRequests) -> Samples:
         """Sample episodes, and score them.
@@ -216,6 +213,7 @@ class EpisodeSource:
             batch = self.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
             try:
                 results = self._run(batch, on_group)
+                journal.leave(is_over=True)
             finally:
                 batch.journal.close()
         rollouts = [episode.as_rollout() for episode in batch.episodes]
@@ -234,19 +232,14 @@ class EpisodeSource:
         return episodes
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
-        """Open the journal of this rank; replay the rounds that all ranks recorded."""
-        journal = Journal.of_requests(
+        """Open the journal of this rank, with the turns that a killed process wrote."""
+        return Journal.of_requests(
             self.environments.folder,
             requests,
             self.parts,
             prompts=[(episode.request_id, episode.prompt) for episode in episodes],
             environment=asdict(self.environments.spec),
         )
-        if journal.is_written:
-            # A round counts if every rank recorded it.
-            num_rounds = self.parts.context.gather_objects(len(journal.recorded.rounds))
-            journal.follow(min(num_rounds))
-        return journal
 
     def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:
         """Play all rounds; return the rewards, None where an episode failed. Collective.
@@ -287,18 +280,15 @@ class EpisodeSource:
             wave.keep()
             for group in batch.finished_groups():
                 on_group(group)
-        batch.journal.leave()
 
     def _round(self, batch: EpisodeBatch) -> None:
         """Sample a turn of each episode without pending calls, and make its calls; collective."""
-        number, recorded = batch.journal.num_rounds, batch.journal.recorded.rounds
-        if number < len(recorded):
-            waiting, completions = batch.repeated(recorded[number])
-        else:
-            waiting = [e for e in batch.episodes if e.is_open and e.work is None]
-            completions = batch.sample(waiting)
-        for episode, completion in zip(waiting, completions, strict=True):
-            batch.append(episode, completion)
+        waiting = [e for e in batch.episodes if e.is_open and e.work is None]
+        completions = batch.repeated(waiting)
+        new = [e for e in waiting if e.number not in completions]
+        completions |= zip((e.number for e in new), batch.sample(new), strict=True)
+        for episode in waiting:
+            batch.append(episode, completions[episode.number])
         batch.journal.round(waiting)
         for episode in waiting:
             batch.parse_turn(episode)
@@ -307,14 +297,11 @@ class EpisodeSource:
         batch.begin(calling, batch.answer_calls)
 
         def must_wait() -> bool:
-            open_episodes = [e for e in batch.episodes if e.is_open]
-            if number + 1 < len(recorded):
-                next_turns = recorded[number + 1]
-                return any(e.work is not None and e.sample_id in next_turns for e in open_episodes)
             if not self.parts.config.late_join:
                 return True
             if late and not any(e.work is not None for e in late):
                 return False  # or those that missed the round would wait for calls that just began
+            open_episodes = [e for e in batch.episodes if e.is_open]
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
         batch.collect(must_wait)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -18,7 +18,6 @@ from lightrft.rollout.environments.calls import as_error, check_call
 from lightrft.rollout.environments.content import from_json
 from lightrft.rollout.environments.episode import TURN_STEP, Episode
 from lightrft.rollout.environments.journal import Journal
-from lightrft.rollout.environments.journal_reading import RecordedTurn
 from lightrft.rollout.environments.pool import EnvironmentPool, Host, NoRoomError
 from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.single_turn import generate
@@ -109,14 +108,14 @@ class EpisodeBatch:
         session = self.parts.session
         return generate(session, replace(self.params, n=1), requests, on_finished)
 
-    def repeated(self, turns: Mapping[int, RecordedTurn]) -> tuple[list[Episode], list[Completion]]:
-        """Return the episodes of a recorded round, and their recorded turns."""
+    def repeated(self, episodes: Sequence[Episode]) -> dict[int, Completion]:
+        """Return the recorded turns of episodes by their numbers."""
         engine = self.parts.session.engine
         version = -1 if engine is None else engine.weights_version
-        waiting, completions = [], []
-        for episode in self.episodes:
-            turn = turns.get(episode.sample_id)
-            if turn is None or not episode.is_open:
+        completions = dict[int, Completion]()
+        for episode in episodes:
+            turn = self.journal.recorded.turns.get((episode.sample_id, episode.num_turns))
+            if turn is None:
                 continue
             if hash_context(episode.context) != turn.context_hash:
                 error = ChangedAnswerError(f"turn {turn.turn}: the ids before it are others")
@@ -125,9 +124,8 @@ class EpisodeBatch:
             episode.request_id = turn.sampled.request_id - TURN_STEP * turn.turn
             if engine is not None:
                 engine.ledger.restore([turn.entry(version, self.params.distribution)])
-            waiting.append(episode)
-            completions.append(turn.completion(episode.context, version))
-        return waiting, completions
+            completions[episode.number] = turn.completion(episode.context, version)
+        return completions
 
     def append(self, episode: Episode, part: Completion) -> None:
         """Append what was sampled; a turn cut by `max_sampled` stays open."""

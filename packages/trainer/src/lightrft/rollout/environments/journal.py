@@ -40,7 +40,7 @@ from lightrft.rollout.environments.journal_reading import (
     event_line,
     read_to_damage,
 )
-from lightrft.rollout.source import SampleRequests, SourceParts
+from lightrft.rollout.source import SampleRequests, SourceParts, agree
 
 JOURNAL_FOLDER = "journal"
 
@@ -75,7 +75,7 @@ class Journal:
     """File of one rank and one step; nothing is written without a path.
 
     The file of a killed process is replayed if its header matches, up to the first damage.
-    It stays until everything replayed has been written again.
+    It stays until all its turns have been written again.
 
     Args:
         path: Path of the file, or None.
@@ -122,7 +122,7 @@ class Journal:
         prompts: Sequence[tuple[int, Prompt]],
         environment: Event,
     ) -> Self:
-        """Open the journal of this rank; one without a file if nothing is to be written.
+        """Open the journal of this rank; without a file if nothing is to be written; collective.
 
         Args:
             folder: Folder of journals; None writes none.
@@ -137,7 +137,7 @@ class Journal:
         engine, sync = parts.session.engine, parts.session.last_weight_sync
         if context.rank == 0:
             remove_further_ranks(folder, step, batch, context.world_size)
-        return cls(
+        journal = cls(
             journal_path(folder, step, batch, context.rank),
             {
                 "step": step,
@@ -152,20 +152,17 @@ class Journal:
             },
             vocab_size=None if engine is None else engine.vocab_size,
         )
+        notes = (
+            () if journal.damage is None else (f"{journal.damage}: what follows is sampled again",)
+        )
+        num_rounds = agree(context, None, journal.recorded.num_rounds, notes)
+        if parts.session.shares_engine:  # it samples a round of all ranks at once
+            journal.recorded.keep(min(num_rounds))
+        return journal
 
-    @property
-    def is_written(self) -> bool:
-        """True if events are written to a file."""
-        return self._file is not None
-
-    def follow(self, num_rounds: int) -> None:
-        """Replay `num_rounds` rounds."""
-        self.recorded.keep(num_rounds)
-        self.leave()
-
-    def leave(self) -> None:
-        """Replace the replayed file once all its rounds are written again."""
-        if self._file is None or self._path is None or self.num_rounds < len(self.recorded.rounds):
+    def leave(self, *, is_over: bool = False) -> None:
+        """Replace the replayed file once all its turns are written again, or the step is over."""
+        if self._file is None or self._path is None or (self.recorded.turns and not is_over):
             return
         self._file.flush()
         if self._partial.exists():
@@ -196,6 +193,7 @@ class Journal:
         self, place: tuple[int, int], text: str, context: Sequence[int], turn: Completion
     ) -> None:
         """Write what was sampled after `context`, as the turn of a sample."""
+        self.recorded.turns.pop(place, None)
         self._write(
             place[0],
             "turn",

@@ -39,12 +39,16 @@ class RecordedTurn:
     """One recorded completion of the engine.
 
     Args:
+        sample_id: Sample of the episode.
         turn: Index of the turn in its episode.
+        round_number: Round that sampled it.
         context_hash: Hash of the ids before it.
         sampled: Completion without prompt ids and version of the weights.
     """
 
+    sample_id: int
     turn: int
+    round_number: int
     context_hash: str
     sampled: Completion
 
@@ -74,7 +78,8 @@ class Recorded:
 
     Args:
         header: Event that began it.
-        rounds: Turns by sample id, for each complete round.
+        turns: Turns of complete rounds by sample id and turn, in order.
+        num_rounds: Number of complete rounds.
         prompts, messages: Prompt and message of `reset` by sample id.
         answers: Calls by sample id and turn, in order.
         observations: Ids after a turn, by sample id and turn.
@@ -82,7 +87,8 @@ class Recorded:
     """
 
     header: Event = field(default_factory=dict)
-    rounds: list[dict[int, RecordedTurn]] = field(default_factory=list)
+    turns: dict[tuple[int, int], RecordedTurn] = field(default_factory=dict)
+    num_rounds: int = 0
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     messages: dict[int, str | None] = field(default_factory=dict)
     answers: dict[tuple[int, int], list[AnsweredCall]] = field(default_factory=dict)
@@ -90,17 +96,12 @@ class Recorded:
     failures: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def keep(self, num_rounds: int) -> None:
-        """Keep the first `num_rounds` rounds, with their answers and observations."""
-        del self.rounds[num_rounds:]
-        kept = {(sample, turn.turn) for turns in self.rounds for sample, turn in turns.items()}
-        self.answers = {key: value for key, value in self.answers.items() if key in kept}
-        self.observations = {k: value for k, value in self.observations.items() if k in kept}
+        """Keep the turns of the first `num_rounds` rounds."""
+        self.turns = {k: turn for k, turn in self.turns.items() if turn.round_number < num_rounds}
 
     def forget(self, sample_id: int) -> None:
         """Forget an episode except for its prompt."""
-        for turns in self.rounds:
-            turns.pop(sample_id, None)
-        for by_turn in (self.answers, self.observations, self.failures):
+        for by_turn in (self.turns, self.answers, self.observations, self.failures):
             for key in [key for key in by_turn if key[0] == sample_id]:
                 del by_turn[key]
 
@@ -150,13 +151,17 @@ def _take(
         recorded.header = event
     elif kind == "round":
         samples = read_ids(event, "sample_ids", below=2**63)
-        recorded.rounds.append({sample: open_turns.pop(sample) for sample in samples})
+        for sample in samples:
+            turn = open_turns.pop(sample)
+            recorded.turns[sample, turn.turn] = turn
+        recorded.num_rounds += 1
     elif kind == "reset":
         sample = read_count(event, "sample_id")
         recorded.prompts[sample] = _read_prompt(recorded, event)
         recorded.messages[sample] = None if event["told"] is None else read_text(event, "told")
     elif kind == "turn":
-        open_turns[read_count(event, "sample_id")] = _read_turn(event, vocab_size)
+        turn = _read_turn(event, vocab_size, recorded.num_rounds)
+        open_turns[turn.sample_id] = turn
     elif kind == "again":
         recorded.forget(read_count(event, "sample_id"))
     elif kind == "end":
@@ -197,11 +202,11 @@ def _read_prompt(recorded: Recorded, event: Event) -> tuple[int, ...]:
     if event.get("parent") is None:
         return ids
     parent = read_count(event, "parent")
-    turn = next(turns[parent] for turns in recorded.rounds if parent in turns)
-    return (*recorded.prompts[parent], *turn.sampled.output_token_ids, *ids)
+    turn = recorded.turns[parent, 0].sampled
+    return (*recorded.prompts[parent], *turn.output_token_ids, *ids)
 
 
-def _read_turn(event: Event, vocab_size: int | None) -> RecordedTurn:
+def _read_turn(event: Event, vocab_size: int | None, round_number: int) -> RecordedTurn:
     token_ids = read_ids(event, "token_ids")
     largest = max(token_ids)
     if vocab_size is not None and largest >= vocab_size:
@@ -217,8 +222,8 @@ def _read_turn(event: Event, vocab_size: int | None) -> RecordedTurn:
         cast("FinishReason", read_text(event, "finish_reason", *get_args(FinishReason))),
         facts={name: tuple(values) for name, values in facts.items()},
     )
-    place, context = read_count(event, "turn"), read_text(event, "context_hash")
-    return RecordedTurn(place, context, completion)
+    place = read_count(event, "sample_id"), read_count(event, "turn")
+    return RecordedTurn(*place, round_number, read_text(event, "context_hash"), completion)
 
 
 def event_line(event: Event, before: int) -> tuple[bytes, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 from lightrft.config import ComputeOptions, RolloutOptions
@@ -82,29 +83,30 @@ def replay_journal(
     params = suffix.chat.with_end_of_turn(params)
     contexts = {sample: list(prompt) for sample, prompt in recorded.prompts.items()}
     into.num_episodes += len(contexts)
-    for turns in recorded.rounds:
+    for _, items in groupby(recorded.turns.values(), lambda turn: turn.round_number):
+        turns = [(turn, contexts[turn.sample_id]) for turn in items]
         requests = [
             GenerationRequest(
-                tuple(contexts[sample]),
+                tuple(context),
                 turn.sampled.request_id,
-                observations.turn_tokens(len(contexts[sample]), params.max_tokens),
+                observations.turn_tokens(len(context), params.max_tokens),
             )
-            for sample, turn in turns.items()
+            for turn, context in turns
         ]
         completions = generate(params, requests)
-        for (sample, turn), again in zip(turns.items(), completions, strict=True):
-            into.differences += _of_turn(sample, turn, again, config, into)
-            contexts[sample] += turn.sampled.output_token_ids
-            into.differences += _of_answers(sample, turn, recorded, observations, contexts, into)
+        for (turn, context), again in zip(turns, completions, strict=True):
+            into.differences += _of_turn(turn, again, config, into)
+            context += turn.sampled.output_token_ids
+            into.differences += _of_answers(turn, recorded, observations, context, into)
 
 
 def _of_turn(
-    sample: int, turn: RecordedTurn, again: Completion, config: ComputeOptions, into: Replay
+    turn: RecordedTurn, again: Completion, config: ComputeOptions, into: Replay
 ) -> Iterator[str]:
     """Yield the differences between the replayed turn and the recorded one."""
     into.num_turns += 1
     into.num_tokens += len(turn.sampled.output_token_ids)
-    where = f"sample {sample}, turn {turn.turn}"
+    where = f"sample {turn.sample_id}, turn {turn.turn}"
     if hash_context(again.prompt_token_ids) != turn.context_hash:
         yield f"{where}: the ids before it are not those the engine saw; an answer was changed"
     place = _first_difference(turn.sampled.output_token_ids, again.output_token_ids)
@@ -126,15 +128,14 @@ def _of_turn(
 
 
 def _of_answers(
-    sample: int,
     turn: RecordedTurn,
     recorded: Recorded,
     observations: Observations,
-    contexts: dict[int, list[int]],
+    context: list[int],
     into: Replay,
 ) -> Iterator[str]:
     """Yield the answers that differ from what the model saw."""
-    key, context = (sample, turn.turn), contexts[sample]
+    key = turn.sample_id, turn.turn
     shown, answers = recorded.observations.get(key), recorded.answers.get(key, [])
     if shown is None:
         return
@@ -153,7 +154,7 @@ def _of_answers(
             if seen[start:stop] != made.token_ids[first:last]
         ]
         names = ", ".join(changed) or "the frame around the answers"
-        yield f"sample {sample}, turn {turn.turn}: what the model saw of {names} is not the answer"
+        yield f"sample {key[0]}, turn {key[1]}: what the model saw of {names} is not the answer"
     context += seen
 
 
