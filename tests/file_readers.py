@@ -211,10 +211,6 @@ RUN = {
 """,
     "run.json": '{"started_unix": 1.7e9, "world_size": 1, "versions": {"torch": "2"}}',
     "summary.json": '{"num_steps": 2, "world_size": 1}',
-    "logs/timeline_0.jsonl": """\
-{"step": 1, "stage": "train", "start": 1.0, "end": 1.5}
-{"step": 2, "stage": "train", "start": 2.0, "end": 3.0}
-""",
 }
 
 
@@ -576,7 +572,6 @@ READERS = {
             "run.json",
             "summary.json",
             "config.toml",
-            "logs/timeline_0.jsonl",
         ),
         make_run,
         report,

@@ -591,7 +591,6 @@ OTHER_COMMANDS = lines(
             for name in ("nowhere", "folder", "reward.py", "here")
         },
         "report recorded nowhere": "nowhere holds no run",
-        "report nowhere --watch": "nowhere holds no run",
         f"report{' recorded' * 13}": "up to 12 runs, got 13",
         "report recorded --output a.html": "--output is for a page about several",
         "launch slurm --print": "options of the run are missing",

@@ -148,5 +148,5 @@ def test_mapping_options_take_pairs_and_json(name, items):
 
 
 def test_a_text_that_is_no_mapping_says_how_to_write_one():
-    with pytest.raises(ConfigError, match=r"judge_prices: .*: write NAME=VALUE, or a JSON object"):
-        TrainConfig(judge_prices=from_text(['{"input": 0.5'], HINTS["judge_prices"]))
+    with pytest.raises(ConfigError, match=r"judge_args: .*: write NAME=VALUE, or a JSON object"):
+        TrainConfig(judge_args=from_text(['{"input": 0.5'], HINTS["judge_args"]))

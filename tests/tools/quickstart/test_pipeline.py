@@ -83,7 +83,7 @@ def test_a_pipeline_that_was_ended_goes_on_with_what_is_left(stages, tmp_path, m
     monkeypatch.chdir(tmp_path)
     argv = ["quickstart", "--pipeline", "--steps", "2", "--warm_start_steps", "2"]
     monkeypatch.setattr("lightrft.tools.report.page.write_report", lambda folder: None)
-    monkeypatch.setattr("lightrft.tools.report.comparison.write_comparison", lambda *_: None)
+    monkeypatch.setattr("lightrft.tools.report.report_command.write_comparison", lambda *_: None)
     for last in (1, 2, 4, 9):
         begun.clear()
         at["end"] = last

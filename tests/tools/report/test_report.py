@@ -134,20 +134,6 @@ def test_a_finished_run_shows_curves_times_samples_and_options(run, tmp_path):
     assert METRICS["entropy"].meaning in shown
 
 
-def test_the_slowest_step_is_open_as_bars_of_each_rank(run):
-    folder = run()
-    (folder / "logs").mkdir()
-    for rank, stage in enumerate(("train", '"><script>')):
-        spans = ({"step": s, "stage": stage, "start": 9.0 * s, "end": 10.0 * s} for s in (1, 2, 3))
-        append(folder / "logs", f"timeline_{rank}", *spans)
-    page = page_of(folder)
-    summaries = [text for text in page.texts if re.fullmatch(r"step \d: [\d.]+ s", text)]
-    assert summaries[-3:] == ["step 1: 1 s", "step 2: 2 s", "step 3: 3 s"]
-    assert {"rank 0", "rank 1", "100% busy"} <= set(page.texts)
-    titles = [value for name, value in page.attributes if name == "title"]
-    assert titles.count('"><script>: 3 s') == 1
-
-
 def test_the_page_needs_no_network_and_runs_no_script_but_its_own(run):
     hostile = 'see https://example.org/ <img src="https://example.org/x.png" onerror="alert(1)">'
     page = page_of(run(said=hostile))

@@ -6,13 +6,13 @@ import io
 import pytest
 from PIL import Image
 from tests.tools.report.browser import faults, needs_browser, open_browser, take_picture
-from tests.tools.report.report_runs import append, change_lines, write_run
+from tests.tools.report.report_runs import change_lines, write_run
 
 from lightrft.reporting.files import write_event
 from lightrft.reporting.metric_table import STAGES
 from lightrft.tools.report.charts import write_library
-from lightrft.tools.report.comparison import write_comparison
 from lightrft.tools.report.page import write_report
+from lightrft.tools.report.report_command import write_comparison
 
 pytestmark = needs_browser
 
@@ -250,22 +250,4 @@ def test_what_is_pushed_over_its_neighbour_or_out_of_its_box_is_found(views, bro
             "([where, style]) => { document.querySelector(where).style.cssText = style }",
             [where, before],
         )
-    seen.context.close()
-
-
-@pytest.mark.full
-def test_a_followed_page_shows_a_new_step_by_itself_and_stays_where_it_was(tmp_path, browser):
-    folder = write_run(tmp_path / "run", 12)
-    path = write_report(folder, follows=True)
-    seen = Visit(browser, path, width=1000)
-    page = seen.page
-    page.select_option("#token-step", "7")
-    page.evaluate("scrollTo(0, 900)")
-    append(folder, "samples", {"step": 13, "prompt": "p", "response": "r", "reward": 1.0})
-    write_report(folder, follows=True)
-    page.wait_for_selector("summary:has-text('step 13:')", timeout=60_000)
-    page.wait_for_selector("html[data-drawn=true]", timeout=120_000)
-    assert page.input_value("#token-step") == "7"
-    assert abs(page.evaluate("scrollY") - 900) < 100
-    assert seen.complaints == []
     seen.context.close()

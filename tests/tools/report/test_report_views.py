@@ -1,19 +1,18 @@
-"""What the report opens on, runs side by side, and a page that follows a run."""
+"""What the report opens on, and runs side by side."""
 
 import json
 import re
 
-from tests.tools.report.report_runs import append, change_lines, write_run
+from tests.tools.report.report_runs import change_lines, write_run
 
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
-from lightrft.tools.report import report_command
-from lightrft.tools.report.comparison import (
+from lightrft.tools.report.page import find_alarms, render_report, solved_sentence
+from lightrft.tools.report.report_command import (
     differing_options,
     distinct_names,
     render_comparison,
 )
-from lightrft.tools.report.page import find_alarms, render_report, solved_sentence
 from lightrft.tools.report.run_data import read_run
 from lightrft.tools.report.sample_page import choose_samples, choose_tokens
 
@@ -145,47 +144,6 @@ def test_hostile_names_and_options_stay_text_in_a_comparison(tmp_path):
     text = render_comparison([one, write_run(tmp_path / "two", 2)])
     assert "<script>alert" not in text
     assert "&lt;script&gt;alert" in text
-
-
-def test_the_followed_page_changes_with_the_run_and_stays_still_at_the_end(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "run", 3)
-    page, seen = folder / "report.html", []
-
-    def sleep(_):
-        seen.append(page.read_text())
-        if len(seen) == 4:
-            raise KeyboardInterrupt
-        if len(seen) == 2:
-            append(folder, "samples", {"step": 4, "prompt": "p", "response": "r", "reward": 1.0})
-
-    monkeypatch.setattr(report_command.time, "sleep", sleep)
-    assert main(["report", str(folder), "--watch"]) == 0
-    assert seen[0] == seen[1] != seen[2] == seen[3]
-    assert ["step 4:" in text for text in seen] == [False, False, True, True]
-    assert all('data-follows="true"' in text for text in seen)
-    assert "data-follows" not in page.read_text()
-
-
-def test_a_followed_run_that_is_gone_for_a_while_is_said_once(tmp_path, monkeypatch, capsys):
-    folder, elsewhere = write_run(tmp_path / "run", 3), tmp_path / "elsewhere"
-    looks = []
-
-    def sleep(_):
-        looks.append((folder / "report.html").exists())
-        if len(looks) == 1:
-            folder.rename(elsewhere)
-        if len(looks) == 4:
-            elsewhere.rename(folder)
-            (folder / "report.html").unlink()
-            append(folder, "samples", {"step": 4, "prompt": "p", "response": "r", "reward": 1.0})
-        if len(looks) == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(report_command.time, "sleep", sleep)
-    assert main(["report", str(folder), "--watch"]) == 0
-    assert looks == [True, False, False, False, True]
-    (message,) = capsys.readouterr().err.splitlines()
-    assert "holds no run" in message
 
 
 def test_no_control_character_of_a_file_reaches_the_page(tmp_path):

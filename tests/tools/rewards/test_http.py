@@ -225,15 +225,12 @@ def test_retry_after_is_waited_for_inside_the_deadline(serve, fetch):
     start = time.monotonic()
     assert fetch(serve(busy % b"0.6", OK)) == b"{}"
     assert time.monotonic() - start >= 0.6
-    for after in (b"3600", b"Fri, 01 Jan 2100 00:00:00 GMT"):
-        server = serve(busy % after)
-        start = time.monotonic()
-        with pytest.raises(
-            RequestError, match=r"no answer within 300 s and 1 attempts: status 429"
-        ):
-            fetch(server, 300.0)
-        assert time.monotonic() - start < 200  # nothing could come in time, so nobody waits
-    for after in (b"-1", b"nan", b"inf", b"soon"):
+    server = serve(busy % b"3600")
+    start = time.monotonic()
+    with pytest.raises(RequestError, match=r"no answer within 300 s and 1 attempts: status 429"):
+        fetch(server, 300.0)
+    assert time.monotonic() - start < 200  # nothing could come in time, so nobody waits
+    for after in (b"-1", b"nan", b"inf", b"Fri, 01 Jan 2100 00:00:00 GMT"):
         assert fetch(serve(busy % after, OK)) == b"{}"
 
 

@@ -17,7 +17,8 @@ from lightrft.rewards import build_reward
 from lightrft.rewards.types import RewardError
 from lightrft.run.resume import input_files
 from lightrft.tools.model_presets import write_tiny_model
-from lightrft.tools.rewards.verdicts import ask, read_verdict
+from lightrft.tools.rewards.judge_answers import verdict_letter
+from lightrft.tools.rewards.verdicts import ask
 
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 
@@ -121,7 +122,7 @@ def test_a_run_knows_the_contents_of_the_file(tmp_path):
     ],
 )
 def test_a_verdict_is_the_only_one_and_the_last_line(response, letter):
-    assert read_verdict(response) == letter
+    assert verdict_letter(response) == letter
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,6 @@ REPORT_FILE = "report.html"
 EVAL_FILE = "eval.json"
 EVENTS_FILE = "events.jsonl"
 LOG_FOLDER = "logs"
-# Prefix of the files of stages' times; stage before the spans of each process that wrote one.
-TIMELINE_PREFIX, TIMELINE_BEGIN = "timeline_", "begin"
 # Lines of steps, which a continued run appends to from its checkpoint on.
 STEP_FILES = (METRICS_FILE, SAMPLES_FILE, TRAJECTORIES_FILE, ROLLOUTS_FILE, DRAWS_FILE)
 UNFINISHED_PREFIX = "unfinished_"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from lightrft.config.files import make_folder, named_errors
-from lightrft.reporting.files import LOG_FOLDER, TIMELINE_BEGIN, TIMELINE_PREFIX
+from lightrft.reporting.files import LOG_FOLDER
 from lightrft.strategy.distributed.deadlines import span_sink
 
 # Shown on the console line, in this order, where present.
@@ -189,21 +189,19 @@ def is_kept(step: int) -> bool:
 
 @contextmanager
 def rank_timeline(folder: Path, rank: int) -> Iterator[None]:
-    """Write the times of this rank's stages into `logs/timeline_N.jsonl` of the run.
+    """Write this rank's stages into `logs/timeline_N.jsonl` of the run, as Chrome's trace events.
 
     What cannot be written, say to a full disk, is left out: a run does not end for it.
     """
-    file = JsonLinesFile(folder / LOG_FOLDER / f"{TIMELINE_PREFIX}{rank}.jsonl")
-    begins = [{"step": 0, "stage": TIMELINE_BEGIN}]
+    file = JsonLinesFile(folder / LOG_FOLDER / f"timeline_{rank}.jsonl")
 
     def write(step: int, stage: str, start: float, end: float) -> None:
         if not is_kept(step):
             return
-        times = {"start": round(start, 6), "end": round(end, 6)}
+        microseconds = {"ts": round(1e6 * start), "dur": round(1e6 * (end - start))}
+        event = {"name": stage, "ph": "X", "pid": rank, "tid": 0, **microseconds}
         with suppress(OSError):
-            while begins:
-                file.append(begins.pop())
-            file.append({"step": step, "stage": stage, **times})
+            file.append({**event, "args": {"step": step}})
 
     try:
         with span_sink(write):

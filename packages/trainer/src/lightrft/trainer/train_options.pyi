@@ -492,8 +492,7 @@ class TrainOptions(TypedDict, total=False):
     asked through the engine."""
     judge_template: str | None
     """Text file with the question to the judge: {response} between marks with {mark}, {prompt}
-    and {label}; with a rubric {question}; for pairs {first} and {second}, for rankings
-    {responses} instead."""
+    and {label}; with a rubric {question}; for rankings {responses} instead."""
     judge_rubric: str | None
     """TOML file with a table a part, each with question and weight: every response gets a grade
     by each of them, and their weighted mean."""
@@ -513,13 +512,10 @@ class TrainOptions(TypedDict, total=False):
     """Column that names the recipe of a row."""
     reward_failure: Literal["raise", "mask"]
     """A failed reward ends the run, or excludes (masks) its sample."""
-    judge_compare: Literal["none", "pairs", "ranking", "verdicts"]
-    """What the judge compares: none grades each response alone; pairs asks about every two
-    responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is
-    pairs for a judge that was trained on both_orders:FILE, with the questions of that."""
-    judge_prices: Mapping[str, str | int | float | bool] | None
-    """Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric
-    judge/cost."""
+    judge_compare: Literal["none", "ranking", "verdicts"]
+    """What the judge compares: none grades each response alone; ranking ranks all responses to
+    a prompt, in two orders; verdicts asks about every two in both orders, for a judge that was
+    trained on both_orders:FILE, with the questions of that."""
     output_dir: str
     """Folder for everything that the run writes."""
     max_epochs: int

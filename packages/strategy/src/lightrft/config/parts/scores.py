@@ -153,8 +153,7 @@ class ScorerOptions(ServiceOptions):
     judge_template: str | None = option(
         None,
         "Text file with the question to the judge: {response} between marks with {mark}, "
-        "{prompt} and {label}; with a rubric {question}; for pairs {first} and {second}, for "
-        "rankings {responses} instead.",
+        "{prompt} and {label}; with a rubric {question}; for rankings {responses} instead.",
         acts_with="judge_model",
         path="file",
     )
@@ -228,17 +227,11 @@ class RewardOptions(WeightedScorerOptions):
     )
     judge_compare: str = option(
         "none",
-        "What the judge compares: none grades each response alone; pairs asks about every two "
-        "responses to a prompt, in both orders; ranking ranks them all, in two orders; verdicts is "
-        "pairs for a judge that was trained on both_orders:FILE, with the questions of that.",
-        choices=("none", "pairs", "ranking", "verdicts"),
+        "What the judge compares: none grades each response alone; ranking ranks all responses to "
+        "a prompt, in two orders; verdicts asks about every two in both orders, for a judge that "
+        "was trained on both_orders:FILE, with the questions of that.",
+        choices=("none", "ranking", "verdicts"),
         acts_with="judge_model",
-    )
-    judge_prices: Arguments = option(
-        None,
-        "Prices of a million tokens of the judge, input=0.5 output=1.5, for the metric judge/cost.",
-        acts_with="judge_model",
-        may_change=True,
     )
 
     rules = checks(

@@ -229,8 +229,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def run_pipeline(recipe: Recipe, directory: Path) -> None:
     """Run all stages; print the table and write `summary.json` and the reports."""
-    from lightrft.tools.report.comparison import FILE, write_comparison
     from lightrft.tools.report.page import write_report
+    from lightrft.tools.report.report_command import FILE, write_comparison
 
     outcomes = Pipeline(recipe, directory).run()
     for each in outcomes:

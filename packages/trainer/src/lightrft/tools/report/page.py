@@ -21,7 +21,6 @@ from lightrft.tools.report.sample_page import (
     choose_samples,
     choose_tokens,
 )
-from lightrft.tools.report.timeline import step_timelines
 
 TEMPLATE = "report.html.jinja"
 SCRIPT = "report.js"
@@ -41,13 +40,12 @@ STATUS_WORDS = {
 }
 
 
-def write_report(folder: Path, library: Path | None = None, *, follows: bool = False) -> Path:
+def write_report(folder: Path, library: Path | None = None) -> Path:
     """Write report.html into the folder of a run that has ended, runs, or crashed.
 
     Args:
         folder: Folder of the run.
         library: Path of the chart library, for a page that does not hold it.
-        follows: Whether the page reloads itself every few seconds.
 
     Returns:
         The path of the page, which appears whole or not at all.
@@ -56,11 +54,11 @@ def write_report(folder: Path, library: Path | None = None, *, follows: bool = F
         NotARunError: The folder holds no run.
     """
     path = folder / REPORT_FILE
-    write_whole(path, render_report(folder, library=library, follows=follows))
+    write_whole(path, render_report(folder, library=library))
     return path
 
 
-def render_report(folder: Path, *, library: Path | None = None, follows: bool = False) -> str:
+def render_report(folder: Path, *, library: Path | None = None) -> str:
     """Return the HTML text of the report on the run in `folder`; see `write_report`."""
     run, tokens = read_run(folder), choose_tokens(folder)
     stages = {name: run.points(f"{name}_seconds") for name in STAGES}
@@ -73,7 +71,6 @@ def render_report(folder: Path, *, library: Path | None = None, follows: bool = 
     return fill_template(
         TEMPLATE,
         charts,
-        follows=follows,
         library_address=None if library is None else library_address(library, folder),
         run=run,
         status=STATUS_WORDS[run.status],
@@ -83,8 +80,6 @@ def render_report(folder: Path, *, library: Path | None = None, follows: bool = 
         curves=curves,
         zeros=[f"{each.title} ({', '.join(each.series)})" for each in drawn if each.is_zero],
         totals=totals,
-        timelines=step_timelines(folder),
-        stages=STAGES,
         metric_names=sorted(names - {"engine_hash", "global_step"}),
         samples=choose_samples(folder),
         by_prompt=by_prompt,
@@ -102,7 +97,6 @@ def fill_template(
     name: str,
     charts: Sequence[Chart],
     *,
-    follows: bool = False,
     library_address: str | None = None,
     **values: object,
 ) -> str:
@@ -111,7 +105,6 @@ def fill_template(
     Args:
         name: Name of the template.
         charts: Charts in the order of the numbers in it.
-        follows: Whether the page reloads itself, as for `write_report`.
         library_address: Address of the chart library, seen from the page; None packs it into the
             page.
         **values: Values of the template; the steps of `tokens` go to the script.
@@ -134,7 +127,6 @@ def fill_template(
     return environment.get_template(name).render(
         **values,
         metric_row=metric_row,
-        follows=follows,
         # Scripts run only with this number, so that no text of a model can become one.
         nonce=secrets.token_urlsafe(16),
         library=packed_library() if has_points and not library_address else None,

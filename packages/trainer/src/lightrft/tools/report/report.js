@@ -188,40 +188,10 @@
     draw();
   }
 
-  // ---- a page that follows its run ----
-
-  const KEPT = "lightrft-report";
-  const lists = () => [...document.querySelectorAll("details")];
-
-  function remember() {
-    const selects = [...document.querySelectorAll("select")].map((select) => [select.id, select.value]);
-    const kept = { scroll: scrollY, open: lists().map((item) => item.open), selects };
-    try { sessionStorage.setItem(KEPT, JSON.stringify(kept)); } catch { /* storage is switched off */ }
-  }
-
-  function restore() {
-    let kept = null;
-    try { kept = JSON.parse(sessionStorage.getItem(KEPT)); sessionStorage.removeItem(KEPT); } catch { /* as above */ }
-    if (!kept) return;
-    // More lists than before: the samples have moved, and what was open is elsewhere.
-    const found = lists();
-    if (kept.open.length === found.length) found.forEach((item, index) => { item.open = kept.open[index]; });
-    for (const [id, value] of kept.selects) {
-      const select = document.getElementById(id);
-      if (!select || ![...select.options].some((option) => option.value === value)) continue;
-      select.value = value;
-      select.dispatchEvent(new Event("change"));
-    }
-    scrollTo(0, kept.scroll);
-  }
-
   showTokens();
   loadLibrary()
     .then((isLoaded) => (isLoaded ? drawCharts() : undefined))
     .then(() => {
-      const { follows } = document.documentElement.dataset;
-      if (follows) restore();
       document.documentElement.dataset.drawn = "true";
-      if (follows) setTimeout(() => { remember(); location.reload(); }, 10000);
     });
 })();

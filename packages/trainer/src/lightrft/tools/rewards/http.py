@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
@@ -332,15 +331,11 @@ async def _read(answer: "httpx.Response", request: ClientRequest, max_bytes: int
 
 
 def _wait_seconds(text: str) -> float:
-    """Return the wait of a header Retry-After, seconds or a date; 0 if it is neither."""
+    """Return the seconds of a header Retry-After; 0 if it holds none, as with a date."""
     try:
         seconds = float(text)
     except ValueError:
-        try:
-            moment = parsedate_to_datetime(text)
-            seconds = moment.timestamp() - time.time()
-        except (TypeError, ValueError, OverflowError):
-            return 0.0
+        return 0.0
     return seconds if math.isfinite(seconds) and seconds > 0 else 0.0
 
 

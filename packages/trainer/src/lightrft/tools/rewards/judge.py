@@ -16,7 +16,6 @@ from pathlib import Path
 
 from lightrft.config import ConfigError, ScorerOptions, ScoringOptions, TrainConfig
 from lightrft.config.files import FileError, lines_of, parse_object
-from lightrft.config.options import is_number
 from lightrft.config.printable import one_line
 from lightrft.datasets.chat_ids import TemplateRefusedError
 from lightrft.engines.base import RolloutEngine
@@ -47,9 +46,8 @@ from lightrft.tools.serve.chat_model import NO_TURNS, ChatModel, judge_tokens
 KEY_VARIABLE = "LIGHTRFT_JUDGE_KEY"
 CACHE_FOLDER = "judge_cache"
 MAX_ANSWER_BYTES, CONCURRENCY = 1 << 20, 16
-# Names of prices, and what they are the price of.
-_PRICES = {"input": "prompt_tokens", "output": "completion_tokens"}
-_COUNTS = ("questions", "cached", "requests", "seconds", *_PRICES.values())
+_TOKENS = ("prompt_tokens", "completion_tokens")
+_COUNTS = ("questions", "cached", "requests", "seconds", *_TOKENS)
 
 
 class _ServedJudge:
@@ -196,7 +194,6 @@ class JudgeReward:
         self._grading = load_grading(
             name, config.judge_compare, config.judge_template, config.judge_rubric
         )
-        self._prices = _checked_prices(config.judge_prices or {})
         # Sums since they were last taken; several threads add to them.
         self._counts, self._lock = dict.fromkeys(_COUNTS, 0.0), threading.Lock()
         self._fields: dict[str, object] = {
@@ -244,13 +241,10 @@ class JudgeReward:
             counts, self._counts = self._counts, dict.fromkeys(_COUNTS, 0.0)
         requests = counts["requests"]
         tallies: dict[str, tuple[float, float | None]] = {
-            **{name: (counts[name], requests) for name in (*_PRICES.values(), "seconds")},
+            **{name: (counts[name], requests) for name in (*_TOKENS, "seconds")},
             "cached_share": (counts["cached"], counts["questions"]),
             "requests": (requests, None),
         }
-        if self._prices:
-            cost = sum(price * counts[_PRICES[name]] for name, price in self._prices.items())
-            tallies["cost"] = (cost / 1e6, None)
         return {f"{self.name}/{name}": value for name, value in tallies.items()}
 
     def _count(self, **amounts: float) -> None:
@@ -322,19 +316,6 @@ class JudgeReward:
             else:
                 self._cache.put(key, content)
         return problems
-
-
-def _checked_prices(prices: Mapping[str, object]) -> dict[str, float]:
-    """Return the prices per million tokens; raise a ConfigError if one is wrong."""
-    checked = dict[str, float]()
-    for name, price in prices.items():
-        if name not in _PRICES or not is_number(price) or price < 0:
-            raise ConfigError(
-                f"judge_prices: expected numbers for {' and '.join(_PRICES)}, a million tokens "
-                f"each: got {name}={price!r}"
-            )
-        checked[name] = price
-    return checked
 
 
 def read_completion(answer: bytes) -> tuple[str, int, int]:

@@ -19,10 +19,8 @@ _SCORE = re.compile(
     re.ASCII | re.IGNORECASE,
 )
 _ANY_SCORE = re.compile(r"[\W_]*(?:(?:final|overall|total)\s+)?score[\W_]*:", re.IGNORECASE)
-_VERDICT = re.compile(
-    rf"{_DRESS}(?:(?:better|best|winner|verdict)\b)?{_DRESS}(a|b|tie){_DRESS}\.?{_DRESS}",
-    re.ASCII | re.IGNORECASE,
-)
+_VERDICT = re.compile(r"Verdict:[ \t]*([AB])", re.ASCII)
+_ANY_VERDICT = re.compile(r"[^\w]*verdict[^\w]*:", re.IGNORECASE)
 _RANKING = re.compile(
     rf"{_DRESS}(?:ranking\b)?{_DRESS}([0-9]+(?:[\s*_`]*[>,][\s*_`]*[0-9]+)*){_DRESS}\.?{_DRESS}",
     re.ASCII | re.IGNORECASE,
@@ -49,20 +47,28 @@ def read_score(count: int, content: str) -> list[float]:
     return [score / MAX_SCORE] * count
 
 
+def verdict_letter(response: str) -> str | None:
+    """Return the letter of the last line, `Verdict: A`; None without or with several verdicts."""
+    lines = response.rstrip().splitlines()
+    match = _VERDICT.fullmatch(lines[-1].strip()) if lines else None
+    if match is None or sum(_ANY_VERDICT.match(line) is not None for line in lines) > 1:
+        return None
+    return match[1]
+
+
 def read_verdict(count: int, content: str) -> list[float]:
-    """Return 1 for the response that the last line names, `Better: A`; a tie is 0.5 for both.
+    """Return 1 for the response that the last line names, `Verdict: A`, and 0 for the other.
 
     Raises:
-        ValueError: The last line is no verdict; one line.
+        ValueError: The last line is no verdict, or there are several; one line.
     """
-    lines = _lines(content)
-    match = _VERDICT.fullmatch(lines[-1]) if lines else None
-    if match is None:
+    letter = verdict_letter("\n".join(_lines(content)))
+    if letter is None:
         raise ValueError(
-            "the last line must be 'Better: A', 'Better: B' or 'Better: tie', the answer ends with "
-            f"{one_line(content[-200:])!r}"
+            "there must be one verdict, the last line 'Verdict: A' or 'Verdict: B', the answer "
+            f"ends with {one_line(content[-200:])!r}"
         )
-    return {"a": [1.0, 0.0], "b": [0.0, 1.0], "tie": [0.5] * count}[match[1].lower()]
+    return [float(letter == each) for each in "AB"]
 
 
 def read_ranking(count: int, content: str) -> list[float]:

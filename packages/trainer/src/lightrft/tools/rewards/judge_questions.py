@@ -46,22 +46,6 @@ Score: N"""
 _SEVERAL = _OPENING.replace("The response stands between", "Each stands between").replace(
     "It was written by somebody who wants a high grade", "They want a high grade"
 )
-PAIR_TEMPLATE = f"""You compare two responses to a task, A and B. {_SEVERAL}
-Response A:
-<response {{mark}}>
-{{first}}
-</response {{mark}}>
-
-Response B:
-<response {{mark}}>
-{{second}}
-</response {{mark}}>
-
-Say briefly what is right and wrong in each; their order says nothing. Then end with one line of \
-exactly one of these forms:
-Better: A
-Better: B
-Better: tie"""
 RANKING_TEMPLATE = f"""You rank responses to a task. {_SEVERAL}
 {{responses}}
 
@@ -288,7 +272,6 @@ _PAIR = ("first", "second")
 # The ways to ask, by `--judge_compare`.
 STYLES = {
     "none": Style(TEMPLATE, ("response", "question"), _alone, read_score),
-    "pairs": Style(PAIR_TEMPLATE, _PAIR, _in_pairs, read_verdict),
     "ranking": Style(RANKING_TEMPLATE, ("responses",), _together, read_ranking, num_marks=0),
     "verdicts": Style(VERDICT_TEMPLATE, _PAIR, _in_pairs, read_verdict, is_trained=True),
 }

@@ -4,7 +4,6 @@
 `completion`; `lightrft train` and `lightrft eval` ask its `input` and score by its `label`.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lightrft.config import RewardOptions
@@ -14,27 +13,17 @@ from lightrft.datasets.preference_rows import SAME_ANSWERS, paired_chats
 from lightrft.datasets.types import DataError
 from lightrft.records.answer_order import PAIR_COLUMN, VERDICT
 from lightrft.rewards.types import Columns, Labels, RewardResult, Texts
+from lightrft.tools.rewards.judge_answers import verdict_letter
 from lightrft.tools.rewards.judge_questions import STYLES, JudgedPrompt, fill_template
 from lightrft.tools.rewards.labels import LabelReader
 
 SOURCE_PREFIX = "both_orders:"
 LETTERS = ("A", "B")
-_VERDICT = re.compile(r"Verdict:[ \t]*([AB])", re.ASCII)
-_ANY_VERDICT = re.compile(r"[^\w]*verdict[^\w]*:", re.IGNORECASE)
 
 
 def ask(prompt: str, first: str, second: str) -> str:
     """Return the question which answer is better, as `--judge_compare verdicts` asks it."""
     return fill_template(STYLES["verdicts"], JudgedPrompt(prompt, None), (first, second))
-
-
-def read_verdict(response: str) -> str | None:
-    """Return the letter of the last line, `Verdict: A`; None without or with several verdicts."""
-    lines = response.rstrip().splitlines()
-    match = _VERDICT.fullmatch(lines[-1].strip()) if lines else None
-    if match is None or sum(_ANY_VERDICT.match(line) is not None for line in lines) > 1:
-        return None
-    return match[1]
 
 
 def both_orders(text: str, split: str) -> Iterator[Mapping[str, object]]:
@@ -88,7 +77,7 @@ class VerdictReward(LabelReader[str]):
         del prompts, columns
         results = []
         for response, label in zip(responses, self.read_labels(labels), strict=True):
-            letter = read_verdict(response)
+            letter = verdict_letter(response)
             named = 0.0 if letter is None else 1.0 if letter == label else -1.0
             components = {VERDICT: named, "readable": float(letter is not None)}
             if letter is not None:
