@@ -115,6 +115,8 @@ def test_two_processes_agree_with_one(folder):
     assert alone[-1].pop("weight_sync_bytes") < both[0][-1].pop("weight_sync_bytes")
     for expected, metrics in zip(alone, both[0], strict=True):
         assert_same(expected, metrics)
+    # The engine samples from the weights of the update before.
+    assert all(metrics["logprob_diff_max"] < 1e-4 for metrics in alone[:4])
     assert alone[0]["high_entropy_share"] < 0.7
     assert alone[1]["dynamic/num_gen_batches"] > 1
     assert alone[2]["dynamic/filler_share"] > 0
