@@ -580,11 +580,8 @@ OTHER_COMMANDS = lines(
         "quickstart --pipeline --strategy deepspeed": "pipeline takes grpo and fsdp ... --strategy",
         "quickstart --output_dir /proc/xx": "/proc/xx",
         "quickstart --stepz 3": "--stepz",
-        "config diff text.toml text.toml": "invalid configuration:\n"
-        "rollout_batch_size: got '4' (str)",
         "config show --config text.toml": "rollout_batch_size: got '4' (str)",
         "config show --nproc_per_node 7": "rollout_batch_size ... 7 processes\ntrain_batch_size",
-        "config diff none used": "no options at none: expected a TOML file or the folder of a run",
         "completion bahs": "unknown shell 'bahs'; did you mean bash",
         **{
             f"report {name}": f"{name} holds no run: expected the --output_dir"

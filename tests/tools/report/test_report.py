@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from unittest.mock import patch
 
 import pytest
-from tests.tools.report.report_runs import HASH, append, write_run
+from tests.tools.report.report_runs import append, write_run
 
 import lightrft.tools.report.page as report_module
 from lightrft.reporting.files import drop_steps_after
@@ -127,8 +127,6 @@ def test_a_finished_run_shows_curves_times_samples_and_options(run, tmp_path):
     shown = "\n".join(page.texts)
     for part in ("my_run", "finished", "Reward", "Entropy", "KL to the reference model"):
         assert part in shown
-    assert f"weights version 5 after step 5, engine hash {HASH % 2**64:016x}" in shown
-    assert "5 syncs, hash compared at each" in shown
     assert "5 + 0 =" in shown
     assert '"some/model"' in shown
     assert METRICS["entropy"].meaning in shown

@@ -7,7 +7,7 @@ from tests.tools.report.report_runs import change_lines, write_run
 
 from lightrft.cli.main import main
 from lightrft.reporting.files import note_interruption, write_event
-from lightrft.tools.report.page import find_alarms, render_report, solved_sentence
+from lightrft.tools.report.page import find_alarms, render_report
 from lightrft.tools.report.report_command import (
     differing_options,
     distinct_names,
@@ -47,7 +47,6 @@ def test_equal_samples_are_one_row_with_their_number(tmp_path):
 def test_a_solved_run_is_no_alarm_and_a_run_of_equal_failures_is(tmp_path):
     solved = read_run(write_run(tmp_path / "a", 10, solved_from=4))
     assert find_alarms(solved) == []
-    assert solved_sentence(solved).startswith("Solved: in 7 of 10 steps, first in step 4,")
     # Equal rewards, and not the best ones: what was learnt is gone.
     nothing = dict.fromkeys(("reward", "reward_min", "reward_max"), 0.0)
     change_lines(tmp_path / "a", "metrics", lambda row: row | (nothing if row["step"] > 6 else {}))
@@ -114,11 +113,10 @@ def test_many_pages_share_one_chart_library(tmp_path):
         assert f'src="../{library.name}"></script>' in page.read_text()
 
 
-def test_held_out_scores_come_first_and_curves_of_zeros_are_one_line(tmp_path):
+def test_held_out_scores_come_first_and_curves_of_zeros_are_left_out(tmp_path):
     text = render_report(write_run(tmp_path / "run", metrics={"eval/reward": 0.25}))
     titles = re.findall(r"<h3>(.*?)</h3>", text)
     assert titles[:2] == ["Held-out reward", "Reward"]
-    assert re.search(r"0 in every step: .*Truncated responses \(truncated_share\)\.", text)
     assert "Truncated responses" not in titles
     assert re.search(r"<dt>eval/reward</dt>.*<dt>reward</dt>", text, re.DOTALL)
 

@@ -38,7 +38,6 @@ from lightrft.config.parts.machine import (
 )
 from lightrft.config.parts.rollout import (
     DrawOptions,
-    EnvironmentOptions,
     EpisodeOptions,
     RolloutOptions,
     TruncationOptions,
@@ -260,7 +259,6 @@ PARTS: Mapping[str, tuple[type[object], ...]] = {
         SplitOptions,
         PromptOptions,
         MediaOptions,
-        EnvironmentOptions,
         ScorerOptions,
     ),
 }

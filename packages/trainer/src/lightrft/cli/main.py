@@ -32,7 +32,7 @@ DESCRIPTIONS = {
     "before a run": {
         "data": "check a file of prompts: layout, lengths, bad rows, answers",
         "plan": "predict the memory of a run; needs no GPU",
-        "config": "show, compare or convert options",
+        "config": "show or convert options",
         "launch": "print what starts a run on several nodes",
     },
     "after a run": {

@@ -1,6 +1,5 @@
-"""`lightrft config`: resolved options, their schema, their differences, or from another library."""
+"""`lightrft config`: resolved options, or options from another library."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,10 +9,7 @@ from lightrft.config import ConfigError, TrainConfig
 from lightrft.config.options import did_you_mean
 from lightrft.config.toml import format_toml, without_secrets
 from lightrft.config.train_config import launch_problems
-from lightrft.reporting.files import CONFIG_FILE
 from lightrft.tools.commands import parser_of
-
-_SCHEMA_OF = {"at_least": "minimum", "at_most": "maximum", "above": "exclusiveMinimum"}
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,8 +33,7 @@ def build_parsers() -> list[Parser]:
     """Return the parsers of the actions."""
     show_parser = parser_of("config show", takes_options=True)
     add_options(show_parser)
-    others = [parser_of(f"config {name}") for name in ("schema", "diff", "translate")]
-    return [show_parser, *others]
+    return [show_parser, parser_of("config translate")]
 
 
 def show(argv: Sequence[str]) -> str:
@@ -67,47 +62,6 @@ def show(argv: Sequence[str]) -> str:
     return "\n".join(lines).strip()
 
 
-def schema(argv: Sequence[str]) -> str:
-    """Return a JSON schema: types by pydantic, choices, bounds and help from the options."""
-    parser_of("config schema").parse_args(argv)
-    from pydantic import TypeAdapter
-
-    made = TypeAdapter(TrainConfig).json_schema()
-    properties = {}
-    for name, info in available_options("config").items():
-        option_schema = {**made["properties"][name], "description": info.help}
-        if isinstance(info.choices, tuple):  # a registry also takes a user's names
-            option_schema["enum"] = list(info.choices)
-        # A bound concerns the number, not the null beside it; JSON schema ignores it there.
-        limits = {keyword: getattr(info, bound) for bound, keyword in _SCHEMA_OF.items()}
-        properties[name] = option_schema | {
-            key: value for key, value in limits.items() if value is not None
-        }
-    return json.dumps(
-        {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "title": "Options of lightrft train",
-            "type": "object",
-            "additionalProperties": False,
-            "properties": properties,
-        },
-        indent=2,
-    )
-
-
-def diff(argv: Sequence[str]) -> str:
-    """Return the options in which two configurations differ, one line each."""
-    options = parser_of("config diff").parse_args(argv)
-    left, right = _load(options.left), _load(options.right)
-    before, after = without_secrets(left), without_secrets(right)
-    lines = [
-        f"{name}: {before[name]!r} -> {after[name]!r}"
-        for name in before
-        if before[name] != after[name]
-    ]
-    return "\n".join(lines) or "no option differs"
-
-
 def translate(argv: Sequence[str]) -> str:
     """Write the files of a run from a script of TRL; return what was written."""
     arguments = parser_of("config translate").parse_args(argv)
@@ -118,12 +72,4 @@ def translate(argv: Sequence[str]) -> str:
     )
 
 
-def _load(name: str) -> TrainConfig:
-    path = Path(name)
-    path = path / CONFIG_FILE if path.is_dir() else path
-    if not path.is_file():
-        raise UsageError(f"no options at {path}: expected a TOML file or the folder of a run")
-    return TrainConfig.load(path)
-
-
-ACTIONS = {"show": show, "schema": schema, "diff": diff, "translate": translate}
+ACTIONS = {"show": show, "translate": translate}

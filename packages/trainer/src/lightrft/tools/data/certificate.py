@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from types import FrameType
-from typing import TYPE_CHECKING, cast
 
-from lightrft.config import EnvironmentOptions, ScoringOptions
+from lightrft.config import ScoringOptions
 from lightrft.rewards import build_reward
 from lightrft.rewards.build import CombinedReward, reward_urls
 from lightrft.rewards.types import RewardError
 from lightrft.tools.data.probes import FORMS, Probe, Rule, final_answer, gold_text, probes_of
 from lightrft.tools.data.row_checks import CheckedRow
 
-if TYPE_CHECKING:
-    from lightrft.rollout.environments.pool import EnvironmentSpec, Host
-
 MAX_ROWS, MAX_PROBED_ROWS = 500, 50
-MAX_EPISODES = 8
 GRACE_SECONDS = 10.0
 # Answers made without the label may be right by chance. They raise no doubt up to this share, or up
 # to the share that one answer to all rows would get right.
@@ -41,11 +35,6 @@ class Certificate:
         problems: Lines for rows whose reference answer cannot be scored, or gets less than 1 in
             every form. The latter is only checked for rewards that know right from wrong.
         doubts: Sentences on faults that the reward lets pass.
-        best_wrong: Kind with the highest mean among those that must not pass, to compare with the
-            best form of reference answers in `means`.
-        num_responses: Number of responses in both calls, one of reference answers and one of all
-            others.
-        seconds: Time of both calls.
         reads_labels: Whether the reward reads labels as answers; if not, nothing can be certified.
     """
 
@@ -54,9 +43,6 @@ class Certificate:
     means: dict[str, float]
     problems: tuple[str, ...]
     doubts: tuple[str, ...] = ()
-    best_wrong: str | None = None
-    num_responses: int = 0
-    seconds: float = 0.0
     reads_labels: bool = True
 
 
@@ -122,10 +108,10 @@ class _Trial:
         self._first = dict(results[: len(once)])
         return results[len(once) :]
 
-    def best_wrong(self) -> str:
-        """Return the kind of the highest mean among those that must not pass."""
-        wrong = [kind for kind, probes in self.kinds.items() if _rule_of(probes) != "bonus"]
-        return max(wrong, key=self.means.__getitem__)
+    def best_wrong(self) -> float:
+        """Return the highest mean of those that must not pass."""
+        kinds = self.kinds.items()
+        return max(self.means[kind] for kind, probes in kinds if _rule_of(probes) != "bonus")
 
     def passes(self, index: int, probe: Probe) -> bool:
         """Return whether the reward gives a probe too much."""
@@ -217,13 +203,11 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
             asked_rows, texts = [chosen[index] for index, _ in asked], [text for _, text in asked]
             return _score(reward, asked_rows, texts, config.reward_timeout_seconds)
 
-        started = time.monotonic()
         trial = _Trial(chosen, ask, are_answers=are_answers)
         doubts = trial.probe()
-        seconds = time.monotonic() - started
-    wrong, means, use = trial.best_wrong(), trial.means, reward.label_use
+    means, use = trial.means, reward.label_use
     # A function that reads the label's column may use it as a part of the task, not as its answer.
-    is_answer = use == "column" and 0 < means[trial.best] >= means[wrong]
+    is_answer = use == "column" and 0 < means[trial.best] >= trial.best_wrong()
     reads_labels = use == "labels" or is_answer
     doubts += trial.doubts() if reads_labels else trial.unasked()
     undecided = [chosen[index].location for (index, _), score in trial.results if score is None]
@@ -241,10 +225,7 @@ def certify(rows: Sequence[CheckedRow], config: ScoringOptions) -> Certificate:
         means,
         tuple(problems),
         tuple(doubts),
-        wrong,
-        len(trial.results),
-        seconds,
-        reads_labels,
+        reads_labels=reads_labels,
     )
 
 
@@ -283,58 +264,3 @@ def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def play_empty(rows: Sequence[CheckedRow], config: ScoringOptions) -> list[float | None]:
-    """Return the rewards of episodes of empty turns, which deserve none.
-
-    None is an episode that failed, or whose environment gives no reward.
-
-    Args:
-        rows: Rows of prompts; the first ones are played.
-        config: Options, those on environments.
-
-    Raises:
-        ConfigError: The environment cannot be loaded.
-    """
-    # Imported here: few checks are of an environment.
-    from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
-    from lightrft.rollout.environments.pool import EnvironmentPool
-
-    pool, played = EnvironmentPool(config), rows[:MAX_EPISODES]
-
-    def play(number: int, host: Host) -> float | None:
-        name = str(played[number].columns.get(ENVIRONMENT_COLUMN))
-        spec = pool.specs[""] if "" in pool.specs else pool.specs[name]
-        return _play_empty(number, played[number], host, spec, config)
-
-    try:
-        futures = pool.begin(range(len(played)), play)
-        results = [futures[number].result() for number in range(len(played))]
-    finally:
-        pool.close()
-    return [each if isinstance(each, float) else None for each in results]
-
-
-def _play_empty(
-    number: int, row: CheckedRow, host: Host, spec: EnvironmentSpec, config: EnvironmentOptions
-) -> float | None:
-    def ask(operation: str, turn: int, **details: object) -> object:
-        return host.ask(operation, str(number), draws=(number, turn), **details)
-
-    known = {"seed": 0, "sample_seed": number, "max_turns": config.max_turns}
-    columns = {name: known[name] for name in spec.takes} | dict(row.columns)
-    if spec.answers_turns:
-        columns.setdefault("prompt", [{"role": "user", "content": row.text}])
-    host.start()
-    ask("reset", -1, row=columns)
-    paid = 0.0
-    for turn in range(config.max_turns if spec.answers_turns else 0):
-        asked = {"name": next(iter(spec.functions)), "arguments": {"action": ""}}
-        reply = cast("dict[str, object]", ask("call", turn, **asked))
-        paid += float(cast("float", reply.get("reward", 0.0)))
-        if "ends_episode" in reply:
-            break
-    rewards = ask("reward", config.max_turns) if spec.has_reward else None
-    host.forget(str(number))
-    return None if rewards is None else paid + float(cast("list[float]", rewards)[0])

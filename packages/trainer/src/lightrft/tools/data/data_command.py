@@ -6,7 +6,6 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
 import psutil
@@ -39,8 +38,8 @@ from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.engines.text import Tokenizer
 from lightrft.tools.commands import parser_of
-from lightrft.tools.data.certificate import Certificate, certify, play_empty
-from lightrft.tools.data.probes import FORMS, IN_OTHER_WORDS
+from lightrft.tools.data.certificate import Certificate, certify
+from lightrft.tools.data.probes import IN_OTHER_WORDS
 from lightrft.tools.data.row_checks import CheckedRow, RowCheck, check_prompts, repeated
 from lightrft.tools.rewards.fork import Fork
 
@@ -155,30 +154,12 @@ def show_certificate(result: Certificate | None) -> None:
     say(f"reference answers of the first {result.num_rows} rows, mean reward by {result.name}")
     for name, mean in result.means.items():
         say(f"  {name}{IN_OTHER_WORDS.get(name, '')}: {mean:.3f}")
-    if result.num_responses:
-        say(
-            f"{result.num_responses} answers in two calls: {result.seconds:.1f} s, "
-            f"{1000 * result.seconds / result.num_responses:.2f} ms each"
-        )
     if not result.reads_labels:
         say("this reward reads no labels as answers: the means are of what was tried, and there is")
         say("nothing to certify")
-    elif result.best_wrong is not None:
-        wrong, gold = result.means[result.best_wrong], max(result.means[form] for form in FORMS)
-        say(f"best of what is no reference answer: {result.best_wrong}, {wrong:.3f} of {gold:.3f}")
     for doubt in result.doubts:
         say(f"warning: {doubt}")
     show_lines("reference answers that cannot be right", result.problems, MAX_LINES)
-
-
-def show_empty(results: Sequence[float | None]) -> None:
-    """Print the rewards of episodes of empty turns, and a warning if one is above 0."""
-    rewards = [each for each in results if each is not None]
-    mean = f"{fmean(rewards):.3f}" if rewards else "none came to an end"
-    failed = f", {len(results) - len(rewards)} failed" if len(rewards) < len(results) else ""
-    say(f"episodes of empty turns, mean reward by the environment: {mean}{failed}")
-    if num_paid := sum(each > 0 for each in rewards):
-        say(f"warning: {num_paid} of {len(rewards)} episodes of empty turns are paid")
 
 
 def show_places(what: str, places: Sequence[str]) -> None:
@@ -320,12 +301,10 @@ def _say_of_model(
 
 
 def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -> int:
-    """Try the rewards and the environment on the rows; return the number of reward problems."""
+    """Try the rewards on the rows; return the number of problems."""
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
-    if config.environment is not None and usable:
-        show_empty(play_empty(usable, config))
     return 0 if certificate is None else len(certificate.problems)
 
 

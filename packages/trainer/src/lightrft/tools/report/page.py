@@ -64,8 +64,7 @@ def render_report(folder: Path, *, library: Path | None = None) -> str:
     stages = {name: run.points(f"{name}_seconds") for name in STAGES}
     totals = {name: sum(value or 0.0 for _, value in points) for name, points in stages.items()}
     draws = read_draws(folder / DRAWS_FILE)
-    drawn = [*_curves(run), *charts_of_draws(draws)]
-    curves = [chart for chart in drawn if not chart.is_zero]
+    curves = [chart for chart in (*_curves(run), *charts_of_draws(draws)) if not chart.is_zero]
     charts = [*curves, Chart("Seconds of a step, by stage", "stack", stages, "s")]
     names = {name for row in run.metrics.values() for name in row}
     return fill_template(
@@ -76,9 +75,7 @@ def render_report(folder: Path, *, library: Path | None = None) -> str:
         status=STATUS_WORDS[run.status],
         facts=[*run_facts(run), *draw_facts(draws)],
         alarms=find_alarms(run),
-        solved=solved_sentence(run),
         curves=curves,
-        zeros=[f"{each.title} ({', '.join(each.series)})" for each in drawn if each.is_zero],
         totals=totals,
         metric_names=sorted(names - {"engine_hash", "global_step"}),
         samples=choose_samples(folder),
@@ -179,19 +176,6 @@ def solved_steps(run: RunData) -> set[int]:
     return {step for step, value in run.points("reward") if value is not None and value >= enough}
 
 
-def solved_sentence(run: RunData) -> str:
-    """Return a sentence where a run has nothing left to learn; "" elsewhere."""
-    shares = dict(run.points("constant_group_share"))
-    limit = METRICS["constant_group_share"].high or 1.0
-    steps = sorted(step for step in solved_steps(run) if (shares.get(step) or 0.0) > limit)
-    if not steps:
-        return ""
-    return (
-        f"Solved: in {len(steps)} of {len(run.metrics)} steps, first in step {steps[0]}, nearly "
-        "all responses had the best reward, so that little was left to learn from these prompts."
-    )
-
-
 def _is_healthy(row: MetricRow, value: float) -> bool:
     return (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
 
@@ -208,9 +192,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
         if values:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
-    facts.append(("weight sync", _sync_line(run)))
     facts.append(("memory at the peak", _memory_line(run)))
-    facts += [("trained on", f"{path}: samples of {text}") for path, text in run.origins.items()]
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     facts.append(("versions", versions or "not recorded"))
     return facts
@@ -223,20 +205,6 @@ def _memory_line(run: RunData) -> str:
         numbers = (f"{n.split('_')[0]} {value / 1e9:.3g}" for n, value in peak.items())
         parts.append(f"{phase}: {', '.join(numbers)} GB")
     return "; ".join(parts) or "none recorded"
-
-
-def _sync_line(run: RunData) -> str:
-    if not run.hashes:
-        return "none recorded"
-    step, engine_hash = list(run.hashes.items())[-1]
-    version = run.metrics[step].get("weights_version")
-    options = {option.name: option.value for option in run.options}
-    checked = {"true": "hash compared at each", "false": "hash not compared"}
-    return (
-        f"weights version {'unknown' if version is None else int(version)} after step {step}, "
-        f"engine hash {engine_hash % 2**64:016x}; {len(run.hashes)} syncs, "
-        f"{checked.get(options.get('verify_weight_sync', ''), 'comparison not recorded')}"
-    )
 
 
 def _curves(run: RunData) -> list[Chart]:

@@ -72,14 +72,12 @@ class RunData:
             nothing for long and has no summary.
         quiet_seconds: Seconds since something was written.
         metrics: Metrics by step, ascending; a number that is missing or not finite is None.
-        hashes: Hash of the engine's weights by step.
         options: Options of config.toml, those that differ from their default first.
         versions: Versions of packages, as recorded at the start.
         world_size: Number of processes; None where not recorded.
         seconds: Sum of the durations of all steps.
         notes: Sentences on what could not be read.
         events: Starts, stops and continuations, oldest first.
-        origins: Run that the samples in a file of rows come from, by file.
         chain: Lines of the tree of runs that it came from, see `chain_of`.
         planned_bytes: Planned memory by phase.
     """
@@ -88,14 +86,12 @@ class RunData:
     status: Status
     quiet_seconds: float
     metrics: Mapping[int, Mapping[str, float | None]]
-    hashes: Mapping[int, int]
     options: Sequence[Option]
     versions: Mapping[str, str]
     world_size: int | None
     seconds: float
     notes: Sequence[str]
     events: Sequence[Event]
-    origins: Mapping[str, str]
     chain: Sequence[str]
     command: str
     planned_bytes: Mapping[str, object]
@@ -139,7 +135,7 @@ def read_run(folder: Path) -> RunData:
     names = (CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE)
     notes = [f"{name} is missing." for name in names[:3] if not (folder / name).is_file()]
     lines = JsonLines(folder / METRICS_FILE)
-    metrics, hashes = _read_metrics(lines)
+    metrics = _read_metrics(lines)
     if lines.num_unreadable:
         notes.append(f"{METRICS_FILE}: {lines.num_unreadable} unreadable lines left out.")
     summary, start = read_json(folder / SUMMARY_FILE), read_json(folder / START_FILE)
@@ -157,27 +153,16 @@ def read_run(folder: Path) -> RunData:
         status=status or _status(summary, last_step, quiet, durations),
         quiet_seconds=quiet,
         metrics=metrics,
-        hashes=hashes,
         options=_read_options(folder / CONFIG_FILE, notes),
         versions=_texts(start.get("versions")) or _texts(summary.get("versions")),
         world_size=world_size if isinstance(world_size, int) else None,
         seconds=sum(durations),
         notes=notes,
         events=events,
-        origins=_origins(start.get("inputs")),
         chain=chain_of(folder),
         command=_COMMANDS.get(stage, stage),
         planned_bytes=planned if isinstance(planned, Mapping) else {},
     )
-
-
-def _origins(inputs: object) -> dict[str, str]:
-    entries = inputs.items() if isinstance(inputs, Mapping) else ()
-    return {
-        str(path): str(entry["origin"])
-        for path, entry in entries
-        if isinstance(entry, Mapping) and "origin" in entry
-    }
 
 
 def _status(
@@ -190,16 +175,12 @@ def _status(
     return "running" if quiet < patience else "stopped"
 
 
-def _read_metrics(lines: JsonLines) -> tuple[dict[int, dict[str, float | None]], dict[int, int]]:
+def _read_metrics(lines: JsonLines) -> dict[int, dict[str, float | None]]:
     metrics: dict[int, dict[str, float | None]] = {}
-    hashes: dict[int, int] = {}
     for step, entry in lines:
         row = metrics.setdefault(step, {})
         row |= {name: _number(value) for name, value in entry.items() if name != "step"}
-        engine_hash = entry.get("engine_hash")
-        if isinstance(engine_hash, int):  # a float has lost its last digits
-            hashes[step] = engine_hash
-    return dict(sorted(metrics.items())), dict(sorted(hashes.items()))
+    return dict(sorted(metrics.items()))
 
 
 def _number(value: object) -> float | None:
