@@ -105,8 +105,9 @@ def rewards_of_the_neighbour(patch):
     right = EpisodeBatch.finish
 
     def turned(self):
-        found = right(self)
-        return dict(zip(found, reversed(found.values()), strict=True))
+        right(self)
+        first, second = self.episodes
+        first.reward, second.reward = second.reward, first.reward
 
     patch.setattr(EpisodeBatch, "finish", turned)
 

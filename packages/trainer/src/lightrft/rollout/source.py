@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 State = TypeVar("State")
+# Prompt, request id, group id and index in the group of a sample.
+SampleTask = tuple[Prompt, int, int, int]
 # Counts of an agent's episode, for metrics.
 AGENT_COUNTS = ("calls", "lost_calls", "branches", "malformed_calls", "restarts")
 
@@ -107,12 +109,8 @@ class SampleRequests:
         first, positions = self.first_request_id, self.positions
         return range(first + positions.start, first + positions.stop, positions.step)
 
-    def begin(self) -> list[tuple[Prompt, int, int, int]]:
-        """Note in the ledger what is requested.
-
-        Returns:
-            Prompt, request id, group id and index in the group of each sample.
-        """
+    def begin(self) -> list[SampleTask]:
+        """Note in the ledger what is requested, and return it."""
         self.ledger.ask(self.prompts, self.positions, self.params.n, self.request_ids)
         groups = zip(self.prompts, self.request_ids, self.positions, strict=True)
         return [(*group, index) for group in groups for index in range(self.params.n)]

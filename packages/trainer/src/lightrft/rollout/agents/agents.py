@@ -228,8 +228,7 @@ class AgentSource:
 
 def note_episode(ledger: SampleLedger, episode: AgentEpisode, rows: Sequence[Rollout]) -> None:
     """Record the rows of an episode in the ledger, with their rewards and faults."""
-    branches = [] if episode.failure else episode.talk.branches()
-    for row, turns in zip(rows, branches or [[]], strict=True):
+    for row, turns in zip(rows, episode.rows, strict=True):
         entry = ledger.of(row.sample_id)
         entry.group_id, entry.prompt = episode.group_id, row.prompt
         entry.fault = fault_of(turns, episode.talk.chat)

@@ -291,13 +291,17 @@ class AgentEpisode:
         self.talk = Conversations(before.chat, before.episode_id, before.repeats_seeds)
         self.num_calls, self.num_restarts = 0, self.num_restarts + 1
 
+    @property
+    def rows(self) -> list[list[CalledTurn]]:
+        """Turns of its rows; a failed episode is one row without any."""
+        return ([] if self.failure else self.talk.branches()) or [[]]
+
     def rollouts(self) -> list[Rollout]:
         """Return at least one row; the first represents the episode.
 
         A failed episode is one row without tokens.
         """
-        rows = [] if self.failure else self.talk.branches()
-        return [self.to_rollout(number, row) for number, row in enumerate(rows or [[]])]
+        return [self.to_rollout(number, row) for number, row in enumerate(self.rows)]
 
     def to_rollout(self, number: int, turns: list[CalledTurn]) -> Rollout:
         """Make the rollout of one branch of turns."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import cast
 
-from lightrft.datasets.chat_ids import ChatIds, Rendered, for_template
-from lightrft.datasets.messages import Message as TemplateMessage
+from lightrft.datasets.chat_ids import ChatIds, for_template
 from lightrft.engines.media.media import Media
 from lightrft.engines.media.sources import ImageSource
 from lightrft.records.media import encode_context
@@ -60,64 +59,46 @@ def _fault_of_suffix(turn: CalledTurn, new: Sequence[Message], chat: ChatIds) ->
         return "another number of messages was shown than was sent"
     for text, (start, stop) in zip(texts, spans, strict=True):
         forms = text, text.strip(), json.dumps(text), json.dumps(text, ensure_ascii=False)
-        if ids[start:stop] not in [_ids(form, chat) for form in forms]:
+        if ids[start:stop] not in [_ids(form, chat, split_special_tokens=True) for form in forms]:
             return "another text was shown than was sent"
-    written = _written_after(turn, new, chat)
     try:
-        ids = _unexpanded(turn.before, chat)
+        media = encode_context(ids, None, turn.before.later, chat.encoder)
     except ValueError:
         return "the places of images are not those that the processor makes"
-    if written is not None and _specials(ids, chat) != written:
+    # Chat templates write one placeholder for each image.
+    shown = _specials(ids if media is None else media.request_token_ids, chat)
+    written = None if _forges(turn, chat) else _written_after(turn, new, chat)
+    if written is not None and shown != written:
         return "other special tokens were shown than the chat template writes"
     return ""
-
-
-def _unexpanded(shown: Rendered, chat: ChatIds) -> tuple[int, ...]:
-    """Return ids with one placeholder per image, as chat templates write them.
-
-    Raises:
-        ValueError: The placeholders do not match the images.
-    """
-    media = encode_context(shown.token_ids, None, shown.later, chat.encoder)
-    return shown.token_ids if media is None else media.request_token_ids
 
 
 def _fault_of_prompt(turn: CalledTurn, chat: ChatIds) -> str:
     """Check that a prompt has the ids that transformers returns for the whole conversation."""
     if _forges(turn, chat):
         return ""
-    messages, media = template_messages(turn.call.messages), Media({"image": turn.call.images})
-    for as_text in (False, True):
-        text = _rendered(messages, turn.call.tools, chat, as_text=as_text)
-        if text is None:
-            continue
-        ids = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if media:
-            ids = chat.encoder.kept(text, media).token_ids
-        if tuple(cast("list[int]", ids)) == turn.before.token_ids:
+    media = Media({"image": turn.call.images})
+    for text in filter(None, _rendered(turn, len(turn.call.messages), chat, asks=True)):
+        ids = chat.encoder.kept(text, media).token_ids if media else _ids(text, chat)
+        if ids == turn.before.token_ids:
             return ""
     return "the prompt has other tokens than the chat template gives it"
 
 
-def _rendered(
-    messages: Sequence[TemplateMessage],
-    tools: Sequence[TemplateMessage],
-    chat: ChatIds,
-    *,
-    as_text: bool,
-    asks: bool = True,
-) -> str | None:
-    inputs = [for_template(each, as_text=as_text) for each in messages]
-    try:
-        rendered = chat.renderer.apply_chat_template(
-            inputs,
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=asks,
-        )
-    except Exception:  # noqa: BLE001 - a template is a program of its author
-        return None
-    return cast("str", rendered)
+def _rendered(turn: CalledTurn, count: int, chat: ChatIds, *, asks: bool) -> Iterator[str]:
+    """Yield texts of the first messages, with arguments as objects and as JSON; "" if refused."""
+    messages = template_messages(turn.call.messages)[:count]
+    for as_text in (False, True):
+        try:
+            text = chat.renderer.apply_chat_template(
+                [for_template(each, as_text=as_text) for each in messages],
+                tools=list(turn.call.tools) or None,
+                tokenize=False,
+                add_generation_prompt=asks,
+            )
+            yield cast("str", text)
+        except Exception:  # noqa: BLE001 - a template is a program of its author
+            yield ""
 
 
 def _written_after(
@@ -130,14 +111,11 @@ def _written_after(
     The conversations with and without new messages both contain the turn, so their difference is
     what follows it.
     """
-    if _forges(turn, chat):
-        return None
-    messages = template_messages(turn.call.messages)
-    head = messages[: len(messages) - len(new)]
-    for as_text in (False, True):
-        whole = _rendered(messages, turn.call.tools, chat, as_text=as_text)
-        before = _rendered(head, turn.call.tools, chat, as_text=as_text, asks=False)
-        if whole is None or before is None:
+    count = len(turn.call.messages)
+    wholes = _rendered(turn, count, chat, asks=True)
+    heads = _rendered(turn, count - len(new), chat, asks=False)
+    for whole, before in zip(wholes, heads, strict=True):
+        if not (whole and before):
             continue
         first, all_of = chat.specials_of(before), chat.specials_of(whole)
         if all_of[: len(first)] != first:
@@ -162,7 +140,6 @@ def _says(turn: CalledTurn, message: Message, chat: ChatIds) -> bool:
     return message.role == "assistant" and said.startswith(message.text)
 
 
-def _ids(text: str, chat: ChatIds) -> tuple[int, ...]:
-    """Return the ids of a text in which nothing counts as a special token."""
-    encoded = chat.tokenizer(text, add_special_tokens=False, split_special_tokens=True)
+def _ids(text: str, chat: ChatIds, **options: bool) -> tuple[int, ...]:
+    encoded = chat.tokenizer(text, add_special_tokens=False, **options)
     return tuple(cast("list[int]", encoded["input_ids"]))

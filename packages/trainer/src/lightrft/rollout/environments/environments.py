@@ -12,7 +12,6 @@ from lightrft.config import ConfigError, RolloutOptions, StreamingOptions
 from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError, special_ids
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
-from lightrft.datasets.types import Prompt
 from lightrft.engines.text import Tokenizer
 from lightrft.engines.types import SamplingParams
 from lightrft.records.rollout import Rollout
@@ -26,7 +25,7 @@ from lightrft.rollout.environments.pool import EnvironmentPool
 from lightrft.rollout.environments.specs import EnvironmentSpecs
 from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.scoring import finished_samples, open_scorer
-from lightrft.rollout.source import SampleRequests, Samples, SourceParts, task_seeds
+from lightrft.rollout.source import SampleRequests, Samples, SampleTask, SourceParts, task_seeds
 from lightrft.rollout.workers import EpisodeError
 
 if TYPE_CHECKING:
@@ -134,27 +133,24 @@ class EpisodeSource:
         self.parts, self.environments = parts, environments
         self.pool, self.turns = environments.pool, environments.turns
 
-    def new_episode(
-        self, prompt: Prompt, request_id: int, index: int, params: SamplingParams
-    ) -> Episode:
+    def new_episode(self, task: SampleTask, params: SamplingParams, number: int = 0) -> Episode:
         """Return an episode that has not begun.
 
         Args:
-            prompt: Data row.
-            request_id: Number of the prompt in the run.
-            index: Index of the sample in its group.
+            task: Sample that it plays.
             params: Sampling parameters of the run.
+            number: Number in the rank.
         """
+        prompt, request_id, group_id, index = task
         environment = self.environments.specs.of(prompt.row)
         known = task_seeds(params, request_id, index) | {"max_turns": self.parts.config.max_turns}
         arguments = {name: known[name] for name in environment.spec.takes}
-        sample_id = request_id * params.n + index
         return Episode(
-            number=sample_id,
+            number=number,
             prompt=prompt,
-            request_id=sample_id,
-            group_id=request_id,
-            sample_id=sample_id,
+            request_id=request_id * params.n + index,
+            group_id=group_id,
+            sample_id=group_id * params.n + index,
             row=arguments | dict(prompt.row),
             environment=environment,
             seeds=(known["seed"], known["sample_seed"]),
@@ -208,11 +204,12 @@ class EpisodeSource:
             on_group: Callback for the responses to a prompt when the last of them has ended.
         """
         with requests.recording(self.parts):
-            episodes = self._episodes(requests)
+            tasks = enumerate(requests.begin())
+            episodes = [self.new_episode(task, requests.params, i) for i, task in tasks]
             journal = self._open_journal(requests, episodes)
             batch = self.batch(episodes, requests.params, journal=journal, ledger=requests.ledger)
             try:
-                results = self._run(batch, on_group)
+                self._run(batch, on_group)
                 journal.leave(is_over=True)
             finally:
                 batch.journal.close()
@@ -220,16 +217,7 @@ class EpisodeSource:
         if self.parts.config.ledger_gate and requests.is_recorded:
             for rollout in rollouts:
                 self.turns.check_observations(rollout, batch.ledger.of(rollout.sample_id))
-        return rollouts, results
-
-    def _episodes(self, requests: SampleRequests) -> list[Episode]:
-        episodes, params = list[Episode](), requests.params
-        for prompt, request_id, group_id, index in requests.begin():
-            episode = self.new_episode(prompt, request_id, index, params)
-            episode.number = len(episodes)
-            episode.group_id, episode.sample_id = group_id, group_id * params.n + index
-            episodes.append(episode)
-        return episodes
+        return rollouts, [episode.result for episode in batch.episodes]
 
     def _open_journal(self, requests: SampleRequests, episodes: list[Episode]) -> Journal:
         """Open the journal of this rank, with the turns that a killed process wrote."""
@@ -241,12 +229,12 @@ class EpisodeSource:
             environment=asdict(self.environments.spec),
         )
 
-    def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> list[RewardResult | None]:
-        """Play all rounds; return the rewards, None where an episode failed. Collective.
+    def _run(self, batch: EpisodeBatch, on_group: OnGroup) -> None:
+        """Play all rounds; collective.
 
         Episodes without room in their environment begin when the others have ended.
         """
-        results, wave = dict[int, RewardResult | None](), batch
+        wave = batch
         seconds, gather = self.parts.config.tool_timeout_seconds, self.parts.context.gather_objects
         deadline = time.monotonic() + seconds
         while True:
@@ -263,9 +251,9 @@ class EpisodeSource:
             numbers = {episode.number for episode in waiting}
             begun = [episode for episode in wave.episodes if episode.number not in numbers]
             self._play(batch, begun, on_group)
-            results |= batch.of(begun).finish()
+            batch.of(begun).finish()
             if not any(gather(bool(waiting))):
-                return [results[episode.number] for episode in batch.episodes]
+                return
             wave = batch.of(waiting)
 
     def _play(self, batch: EpisodeBatch, begun: Sequence[Episode], on_group: OnGroup) -> None:

@@ -71,6 +71,11 @@ class Episode(Transcript):
     kept: KeptEnvironment | None = None
 
     @property
+    def result(self) -> RewardResult | None:
+        """Reward of an episode that has ended; None if its environment failed."""
+        return None if self.failure is not None else self.reward
+
+    @property
     def num_turns(self) -> int:
         """Number of turns that have begun."""
         return len(self.turn_texts)

@@ -339,20 +339,12 @@ class EpisodeBatch:
         total = sum(call.reward for turn in episode.answers for call in turn) + at_end
         return RewardResult(total, {str(episode.environment.spec.name): total, **parts})
 
-    def finish(self) -> dict[int, RewardResult | None]:
-        """Reward and close episodes that have ended; collective.
-
-        Returns:
-            Rewards by number of the episode; None where an environment failed.
-        """
+    def finish(self) -> None:
+        """Reward and close episodes that have ended; collective."""
         unpaid = [e for e in self.episodes if e.failure is None and e.reward is None]
         self.each(unpaid, self.reward)
         # If closing fails, the episode keeps its reward.
         wait(self.pool.forget([episode.number for episode in self.episodes]))
         self.is_open_anywhere()
-        results: dict[int, RewardResult | None] = {}
         for episode in self.episodes:
-            result = None if episode.failure is not None else episode.reward
-            self.journal.end(episode.sample_id, result, episode.failure)
-            results[episode.number] = result
-        return results
+            self.journal.end(episode.sample_id, episode.result, episode.failure)

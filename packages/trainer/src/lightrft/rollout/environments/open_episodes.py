@@ -81,8 +81,8 @@ class OpenEpisodes:
             self._round(batch, part.round_number + self._source.parts.config.tool_lag)
         ended = batch.of([e for e in episodes if not e.is_open and not e.is_late])
         ended.keep()
-        rewards = ended.finish()
-        return [self._snapshot(episode, rewards.get(episode.number)) for episode in episodes]
+        ended.finish()
+        return list(map(self._snapshot, episodes))
 
     def finished(
         self, group: OpenGroup, group_id: int, requests: SampleRequests
@@ -90,9 +90,7 @@ class OpenEpisodes:
         """Return a group that has ended, and the rewards of its environments."""
         rollouts = list[Rollout]()
         for index, sample in enumerate(group.samples):
-            episode = self._episode(group, index, requests.params)
-            episode.group_id = group_id
-            episode.sample_id = group_id * len(group.samples) + index
+            episode = self._episode(group, index, requests.params, group_id)
             rollouts.append(episode.as_rollout())
             entry = requests.ledger.of(episode.sample_id)
             _note(entry, episode.prompt, sample)
@@ -133,7 +131,8 @@ class OpenEpisodes:
         if hosted is not None and hosted.value is sample:
             episode, hosted.is_late = hosted, False
         else:
-            episode = self._hosted[sample_id] = self._episode(group, index, batch.params)
+            episode = self._episode(group, index, batch.params, group.request_id)
+            self._hosted[sample_id] = episode
             self._ledger.entries[sample_id] = SampleEntry(answers=_answers(sample))
             if hosted is None:
                 episode.number = next(numbers)
@@ -145,11 +144,14 @@ class OpenEpisodes:
         episode.value = None
         return episode
 
-    def _episode(self, group: OpenGroup, index: int, params: SamplingParams) -> Episode:
+    def _episode(
+        self, group: OpenGroup, index: int, params: SamplingParams, group_id: int
+    ) -> Episode:
         """Return an episode as a part has left it."""
         sample = group.samples[index]
         state = _state(sample)
-        episode = self._source.new_episode(group.prompt, group.request_id, index, params)
+        task = group.prompt, group.request_id, group_id, index
+        episode = self._source.new_episode(task, params)
         episode.request_id, episode.num_restarts = state.request_id, state.num_restarts
         episode.num_forgotten = state.num_forgotten
         episode.reset_message = state.message
@@ -234,23 +236,21 @@ class OpenEpisodes:
             return
         episode.is_late = self._source.parts.config.tool_lag > 0 and episode.max_sampled is not None
         if episode.is_late:
-            episode.value = _value_of(episode, self._ledger.of(episode.sample_id), None, due)
+            episode.value = _value_of(episode, self._ledger.of(episode.sample_id), due)
         batch.parse_turn(episode)
         if episode.is_open or episode.is_late:
             batch.begin([episode], batch.after_turn)
 
-    def _snapshot(self, episode: Episode, reward: RewardResult | None) -> OpenSample:
+    def _snapshot(self, episode: Episode) -> OpenSample:
         """Return an episode as a part leaves it."""
         if episode.value is None:
-            episode.value = _value_of(episode, self._ledger.of(episode.sample_id), reward)
+            episode.value = _value_of(episode, self._ledger.of(episode.sample_id))
             if not episode.is_open:
                 self._forget(episode.sample_id)
         return episode.value
 
 
-def _value_of(
-    episode: Episode, entry: SampleEntry, reward: RewardResult | None, due: int = 0
-) -> OpenSample:
+def _value_of(episode: Episode, entry: SampleEntry, due: int = 0) -> OpenSample:
     """Return an episode as a value."""
     last, kept = episode.last, episode.kept
     noted = (entry.answers.get(turn, []) for turn in range(len(episode.answers)))
@@ -272,7 +272,7 @@ def _value_of(
         has_failed=episode.failure is not None,
         num_restarts=episode.num_restarts,
         num_forgotten=episode.num_forgotten,
-        reward=reward,
+        reward=episode.result,
         scored=tuple(sorted(entry.scored)),
         kept="" if kept is None else json.dumps([kept.class_name, dict(kept.attributes)]),
     )
