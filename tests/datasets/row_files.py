@@ -7,6 +7,7 @@ from tests.datasets import chat_families
 from tokenizers.pre_tokenizers import ByteLevel
 
 from lightrft.config import TrainConfig
+from lightrft.datasets import read_rows
 
 CHAT = [
     {"role": "user", "content": "hello"},
@@ -44,6 +45,11 @@ def written(folder, rows, name="rows.jsonl"):
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def inputs(path, **options):
+    """Return the column `input` of rows that are read."""
+    return [row.columns["input"] for row in read_rows(path, **options)]
 
 
 def prompts_of(config, folder, rows, reader, **options):

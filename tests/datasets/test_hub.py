@@ -1,6 +1,7 @@
 """Data sets by name, from the cache of a machine without network, and saved folders."""
 
 import pytest
+from tests.datasets.row_files import inputs
 
 from lightrft.config.other_names import said_once
 from lightrft.datasets import DataError, load_prompts, read_rows
@@ -29,9 +30,8 @@ def use_cache(cache, tmp_path, monkeypatch):
 
 
 def test_a_name_finds_its_split_and_configuration(tokenizer):
-    rows = read_rows("owner/sums")
-    assert [row.columns["input"] for row in rows] == ["one", "two"]
-    assert rows[1].location == "owner/sums[train], row 2"
+    assert inputs("owner/sums") == ["one", "two"]
+    assert read_rows("owner/sums")[1].location == "owner/sums[train], row 2"
     assert [row.columns["label"] for row in read_rows("owner/sums:default", split="test")] == [3]
     assert len(read_rows("owner/sums", split="train[:1]")) == 1
     prompts = load_prompts("owner/sums", tokenizer, split="test")
@@ -57,8 +57,8 @@ def test_a_saved_folder_is_read_whole_or_by_split(tmp_path):
     table = datasets.Dataset.from_list([{"input": "one"}, {"input": "two"}])
     table.save_to_disk(tmp_path / "whole")
     datasets.DatasetDict({"train": table, "test": table.select([1])}).save_to_disk(tmp_path / "d")
-    assert [row.columns["input"] for row in read_rows(tmp_path / "whole")] == ["one", "two"]
-    assert [row.columns["input"] for row in read_rows(tmp_path / "d", split="test")] == ["two"]
+    assert inputs(tmp_path / "whole") == ["one", "two"]
+    assert inputs(tmp_path / "d", split="test") == ["two"]
     with pytest.raises(DataError, match=r"no split 'dev': found train, test"):
         read_rows(tmp_path / "d", split="dev")
 

@@ -44,19 +44,8 @@ class Sampler:
             self.state["at"] = 0
 
 
-class Outside(Sampler):
-    def draw(self, n):
-        return [self.rows.num_rows] * n
-
-
-class Short(Sampler):
-    def draw(self, n):
-        return range(n - 1)
-
-
-class Texts(Sampler):
-    def draw(self, n):
-        return ["first"] * n
+def drawing(draw):
+    return type("Drawing", (Sampler,), {"draw": draw})
 
 
 class Unsavable(Sampler):
@@ -81,18 +70,6 @@ class Forgets(Sampler):
         return [(self.position + i) % self.rows.num_rows for i in range(n)]
 
 
-class Dice(Sampler):
-    numbers = random.Random(0)
-
-    def draw(self, n):
-        return [self.numbers.randrange(self.rows.num_rows) for _ in range(n)]
-
-
-class Likely(Sampler):
-    def draw(self, n):
-        return [Drawn(0, 1.5)] * n
-
-
 class Half:
     def __init__(self, rows):
         self.state = {}
@@ -106,10 +83,11 @@ class Fails(Sampler):
         raise KeyError("level")
 
 
-def rows(sampler, *, ranks=None, items=None, needs_probabilities=False, **options):
+def opened(*, ranks=None, items=None, needs_probabilities=False, at=None, **options):
     config = TrainConfig(prompt_sampler="own", **options)
     choice = RowChoice(12, 3, 4, has_rewards=True, needs_probabilities=needs_probabilities)
-    return SampledRows(items or range(12), config, choice, ranks or Ranks())
+    rows = SampledRows(items or range(12), config, choice, ranks or Ranks())
+    return open_stream(rows, world_size=2, **at or {})
 
 
 @pytest.fixture
@@ -124,14 +102,26 @@ def lent():
 @pytest.mark.parametrize(
     "sampler, message",
     [
-        (Outside, "prompt_sampler own drew the place 12: expected 4 places from 0 to 11"),
-        (Short, "prompt_sampler own drew 3 rows: expected 4 places"),
-        (Texts, "prompt_sampler own drew 'first': expected the place of a row"),
+        (
+            drawing(lambda self, n: [12] * n),
+            "prompt_sampler own drew the place 12: expected 4 places from 0 to 11",
+        ),
+        (
+            drawing(lambda self, n: range(n - 1)),
+            "prompt_sampler own drew 3 rows: expected 4 places",
+        ),
+        (
+            drawing(lambda self, n: ["first"] * n),
+            "prompt_sampler own drew 'first': expected the place of a row",
+        ),
         (Unsavable, "its state cannot be saved: .* set .*keep numbers, texts"),
         (NotFinite, "its state cannot be saved"),
         (Forgets, "draws other rows once it is restored from its state"),
-        (Dice, "draws other rows once it is restored from its state"),
-        (Likely, "gave the probability 1.5 for a draw"),
+        (
+            drawing(lambda self, n: random.choices(range(12), k=n)),
+            "draws other rows once it is restored from its state",
+        ),
+        (drawing(lambda self, n: [Drawn(0, 1.5)] * n), "gave the probability 1.5 for a draw"),
         (Half, "prompt_sampler own has no observe: expected state, draw"),
         (Fails, "prompt_sampler own: KeyError: 'level'; it is built of the rows"),
         (3, "prompt_sampler own: expected a class, got int"),
@@ -140,7 +130,7 @@ def lent():
 def test_a_wrong_sampler_is_named(lent, sampler, message):
     lent(sampler)
     with pytest.raises(ConfigError, match=message) as caught:
-        stream = open_stream(rows(sampler), world_size=2)
+        stream = opened()
         for _ in range(3):
             stream.next_draw()
             assert stream.sampler_state
@@ -154,22 +144,17 @@ def likely(drawn):
 @pytest.mark.parametrize("others", [lambda drawn: drawn[::-1], likely])
 def test_ranks_that_draw_other_rows_are_named(lent, others):
     lent(Sampler)
-    ranks = Ranks(others)
     with pytest.raises(ConfigError, match="draws other rows on rank 1 than on rank 0"):
-        open_stream(rows(Sampler, ranks=ranks), world_size=2).next_draw()
+        opened(ranks=Ranks(others)).next_draw()
 
 
 def test_a_sampler_sees_results_and_goes_on_from_its_state(lent):
     lent(Sampler)
-    first = open_stream(rows(Sampler, prompt_sampler_args={"stride": 1}), world_size=2)
+    first = opened(prompt_sampler_args={"stride": 1})
     assert [each.place for each in first.next_draw()] == [0, 1, 2, 3]
     first.observe([GroupResult(0, (1.0, 0.0))])
-    second = open_stream(
-        rows(Sampler, prompt_sampler_args={"stride": 1}),
-        world_size=2,
-        num_consumed=4,
-        sampler_state=first.sampler_state,
-    )
+    position = {"num_consumed": 4, "sampler_state": first.sampler_state}
+    second = opened(prompt_sampler_args={"stride": 1}, at=position)
     for stream in (first, second):
         assert [each.place for each in stream.next_draw()] == [4, 5, 6, 7]
         stream.observe([GroupResult(4, (1.0, -1.0))])
@@ -185,7 +170,7 @@ def test_results_of_prompts_come_by_place_whatever_their_ids(lent):
 
     lent(Watches)
     prompts = [Prompt(100 + 2 * i, "", (i,)) for i in range(12)]
-    stream = open_stream(rows(Watches, items=prompts), world_size=2)
+    stream = opened(items=prompts)
     assert [each.id for each in stream.next_batch()] == [100, 108]
     stream.observe([GroupResult(104), GroupResult(7), GroupResult(100)])
     assert seen == [2, 0]
@@ -194,7 +179,7 @@ def test_results_of_prompts_come_by_place_whatever_their_ids(lent):
 def test_importance_weights_need_probabilities(lent):
     lent(Sampler)
     prompts = [Prompt(i, "", (i,)) for i in range(12)]
-    stream = open_stream(rows(Sampler, items=prompts, needs_probabilities=True), world_size=2)
+    stream = opened(items=prompts, needs_probabilities=True)
     with pytest.raises(ConfigError, match="does not say how likely its draws are"):
         stream.next_batch()
 

@@ -1,7 +1,6 @@
 """Orders of rows: against torch's own sampler, by enumeration, and resumed anywhere."""
 
 import json
-from fractions import Fraction
 from itertools import pairwise, permutations
 from types import SimpleNamespace
 
@@ -43,11 +42,18 @@ OPTIONS = {
 }
 
 
-def rows(num_rows, size, *, rank=0, world_size=1, items=None, **options):
-    config = TrainConfig(seed=7, **options)
+def opened(num_rows, size, at=None, *, rank=0, world_size=1, items=None, **options):
+    """The stream of rows, from a position on."""
     weights = np.arange(1.0, num_rows + 1) / np.arange(1.0, num_rows + 1).sum()
     choice = RowChoice(num_rows, 7, size, weights=weights)
-    return SampledRows(items or range(num_rows), config, choice, Ranks(rank, world_size))
+    config = TrainConfig(seed=7, **options)
+    rows = SampledRows(items or range(num_rows), config, choice, Ranks(rank, world_size))
+    return open_stream(rows, world_size=world_size, **at or {})
+
+
+def position(stream):
+    names = ("episode", "num_consumed", "sampler_state")
+    return {name: getattr(stream, name) for name in names}
 
 
 def places(stream, count):
@@ -60,9 +66,7 @@ def test_shuffling_is_that_of_torch_on_any_number_of_ranks(num_rows, world_size)
     per_pass = num_rows // 4
     for rank in range(world_size):
         sampler = DistributedSampler(range(num_rows), world_size, rank, seed=7, drop_last=True)
-        stream = open_stream(
-            rows(num_rows, 4, rank=rank, world_size=world_size), world_size=world_size
-        )
+        stream = opened(num_rows, 4, rank=rank, world_size=world_size)
         for episode in range(3):
             sampler.set_epoch(episode)
             order, share = list(sampler), 4 // world_size
@@ -73,75 +77,45 @@ def test_shuffling_is_that_of_torch_on_any_number_of_ranks(num_rows, world_size)
 
 
 def test_in_order_is_the_order_of_the_data():
-    stream = open_stream(rows(10, 4, shuffle=False), world_size=1)
+    stream = opened(10, 4, shuffle=False)
     assert places(stream, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("stop_after", range(6))
 def test_an_order_goes_on_anywhere(name, stop_after):
-    whole = places(open_stream(rows(11, 4, **OPTIONS[name]), world_size=1), 9)
-    first = open_stream(rows(11, 4, **OPTIONS[name]), world_size=1)
+    whole = places(opened(11, 4, **OPTIONS[name]), 9)
+    first = opened(11, 4, **OPTIONS[name])
     seen = places(first, stop_after)
-    second = open_stream(
-        rows(11, 4, **OPTIONS[name]),
-        world_size=1,
-        episode=first.episode,
-        num_consumed=first.num_consumed,
-        sampler_state=first.sampler_state,
-    )
+    second = opened(11, 4, position(first), **OPTIONS[name])
     assert seen + places(second, 9 - stop_after) == whole
     assert len({tuple(each) for each in whole}) > 1
 
 
 @pytest.mark.parametrize("name", ["shuffle", "in_order"])
 def test_a_position_of_an_older_checkpoint_is_enough(name):
-    whole = places(open_stream(rows(11, 4, **OPTIONS[name]), world_size=1), 9)
-    stream = open_stream(rows(11, 4, **OPTIONS[name]), world_size=1, episode=2, num_consumed=4)
+    whole = places(opened(11, 4, **OPTIONS[name]), 9)
+    stream = opened(11, 4, {"episode": 2, "num_consumed": 4}, **OPTIONS[name])
     assert places(stream, 4) == whole[5:]
 
 
 def test_another_order_begins_at_the_position_of_the_run():
-    first = open_stream(rows(11, 4, prompt_weight="w"), world_size=1)
+    first = opened(11, 4, prompt_weight="w")
     places(first, 3)
-    second = open_stream(
-        rows(11, 4),
-        world_size=1,
-        episode=first.episode,
-        num_consumed=first.num_consumed,
-        sampler_state=first.sampler_state,
-    )
-    assert places(second, 1) == places(open_stream(rows(11, 4), world_size=1), 4)[3:]
+    assert places(opened(11, 4, position(first)), 1) == places(opened(11, 4), 4)[3:]
 
 
 def test_a_state_of_places_among_other_rows_is_left_behind(capsys):
-    first, fewer = (rows(num_rows, 4, prompt_weight="w") for num_rows in (11, 10))
-    stream = open_stream(first, world_size=1)
+    stream, anew = (opened(num_rows, 4, prompt_weight="w") for num_rows in (11, 10))
     places(stream, 2)
-    resumed = open_stream(fewer, world_size=1, sampler_state=stream.sampler_state)
+    state = {"sampler_state": stream.sampler_state}
+    resumed = opened(10, 4, state, prompt_weight="w")
     assert "begins anew: the checkpoint has a state of ['weighted', 11]" in capsys.readouterr().out
-    assert places(resumed, 2) == places(open_stream(fewer, world_size=1), 2)
-
-
-def counts_by_enumeration(probabilities, n):
-    """Mean number of draws of each row: over all orders, exactly over all turns of the points."""
-    totals, num_orders = [Fraction(0)] * len(probabilities), 0
-    for order in permutations(range(len(probabilities))):
-        num_orders += 1
-        stops = np.cumsum([0, *(probabilities[i] for i in order)]).tolist()
-        for row, (start, stop) in zip(order, pairwise(stops), strict=True):
-            # The points (k + u) / n inside of [start, stop), integrated over u in [0, 1).
-            totals[row] += sum(
-                max(Fraction(0), min(n * stop - k, Fraction(1)) - max(n * start - k, Fraction(0)))
-                for k in range(n)
-            )
-    return [total / num_orders for total in totals]
+    assert places(resumed, 2) == places(anew, 2)
 
 
 def test_each_row_is_drawn_in_proportion_to_its_weight(monkeypatch):
-    shares = [Fraction(1, 2), Fraction(1, 4), Fraction(3, 20), Fraction(1, 10)]
-    assert counts_by_enumeration(shares, 3) == [3 * share for share in shares]
-    probabilities = np.array([float(share) for share in shares])
+    probabilities = np.array([0.5, 0.25, 0.15, 0.1])
     choice = RowChoice(4, 0, 3)
     for order in permutations(range(4)):
         # A turn in the middle of each piece between two borders.
@@ -169,10 +143,10 @@ def test_a_turn_that_rounds_to_a_whole_one_draws_the_last_row_with_a_weight(monk
 
 
 def test_the_probability_of_a_draw_is_its_share():
-    stream = open_stream(rows(4, 3, prompt_weight="w"), world_size=1)
+    stream = opened(4, 3, prompt_weight="w")
     assert set(stream.next_draw()) <= {Drawn(place, (place + 1) / 10) for place in range(4)}
     prompts = [Prompt(5 + i, "", (i,)) for i in range(4)]
-    marked = open_stream(rows(4, 2, items=prompts), world_size=1).next_batch()
+    marked = opened(4, 2, items=prompts).next_batch()
     assert [each.draw_probability for each in marked] == [0.25, 0.25]
 
 

@@ -48,7 +48,7 @@ def rows_of_rank(rank, world_size):
     from lightrft.engines.vllm.weights import VLLMWeights
     from lightrft.kernels import hash_tensor
 
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
     torch.set_default_dtype(torch.float32)
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(world_size, rank, "env://", rank, "gloo")

@@ -48,7 +48,7 @@ class Node:
 
 
 def ip(*arguments):
-    run_program("ip", *arguments, code=0)
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
 @pytest.fixture

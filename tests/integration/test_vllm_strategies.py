@@ -1,6 +1,5 @@
 """The real vLLM beside sharded trainers on two ranks: one engine a rank, and one over both."""
 
-from datetime import timedelta
 from importlib.util import find_spec
 
 import pytest
@@ -107,7 +106,7 @@ def run_strategy(strategy, engine, rank):
 
 
 def program(rank, world_size, folder, tp_size):
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.distributed.init_process_group("gloo")
     engine, results = None, {}
     for backend in BACKENDS:
         with make(backend, folder, tp_size) as strategy:

@@ -298,7 +298,7 @@ def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
 
 def frozen_in_bfloat16(rank, world_size, path):
     """Trains with frozen weights stored wide, then as they are; the engine takes these."""
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo")
     options = options_of(path, 1) | {"bf16": True, "lora_sync": "adapter"}
     narrow, trained = sharding.cast_parameters, []
     wide = SimpleNamespace(param_dtype=torch.float32, compute_dtype=torch.float32)
@@ -324,7 +324,7 @@ BACKENDS = ("fsdp2", "zero2", "zero3")
 
 def on_all_backends(rank, world_size, path, folder, names):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo")
     results = {}
     for name in names:
         with make(name, **options_of(path, world_size)) as strategy:

@@ -282,7 +282,7 @@ def test_an_engine_that_computes_with_another_block_ends_the_run(checkpoint):
 
 def beside_engines(rank, world_size, path):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo")
     with make("fsdp2", **settings(path, world_size)) as strategy:
         actor = actor_of(path)
         draw_second_factors(actor)
@@ -335,7 +335,7 @@ def test_packed_bytes_reach_the_engines_of_two_ranks(checkpoint):
 
 def on_two_ranks(rank, world_size, path, folder):
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    torch.distributed.init_process_group("gloo")
     results = {}
     for name, changes in (("read", {"meta_init": True}), ("whole", {})):
         with make("fsdp2", **settings(path, world_size, lora_sync="merged")) as strategy:

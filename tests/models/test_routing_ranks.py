@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.models.batches import relative_norm
 from tests.models.moe_types import moe_model
 from tests.ranks import run_multiprocess
 from torch.distributed.tensor import DTensor
@@ -40,12 +41,6 @@ def gradients(model):
     return found
 
 
-def distance(found, expected):
-    names = sorted(expected)
-    ours, theirs = (torch.cat([each[name] for name in names]) for each in (found, expected))
-    return float((ours - theirs).norm() / theirs.norm())
-
-
 def compare(rank, world_size):
     from lightrft.strategy import get_strategy
 
@@ -63,7 +58,7 @@ def compare(rank, world_size):
         parts = gradients(shared)
         for part in parts.values():
             dist.all_reduce(part)
-        results.append(distance(parts, whole))
+        results.append(relative_norm(parts, whole))
         sharded = Actor(moe_model(name)).train()
         sharded.gradient_checkpointing_enable()
         sharded = strategy.prepare_model(sharded, is_training=True)
@@ -71,7 +66,7 @@ def compare(rank, world_size):
         results.append(float((run(sharded, batch, rows) - expected[rows]).abs().max()))
         # FSDP2 averages over the ranks.
         averaged = {name: world_size * each for name, each in gradients(sharded).items()}
-        results.append(distance(averaged, whole))
+        results.append(relative_norm(averaged, whole))
     strategy.close()
     return results
 

@@ -5,16 +5,14 @@ are there, and must come through every way that a sample can take.
 """
 
 import ast
-import importlib.util
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tests.engines.fake_engine import FakeEngine
+from tests.records import exchange_cases as cases
 
 from lightrft.datasets.chat_ids import Rendered
 from lightrft.datasets.types import Prompt
@@ -47,12 +45,6 @@ from lightrft.rollout.in_flight import from_parts, to_bytes
 from lightrft.rollout.ledger_records import LedgerError, deliver_evidence, take_evidence
 from lightrft.rollout.open_groups import OpenGroup, OpenSample, StreamState
 from lightrft.rollout.source import InFlight
-
-_SPEC = importlib.util.spec_from_file_location(
-    "exchange_cases", Path(__file__).with_name("exchange_cases.py")
-)
-cases = sys.modules["exchange_cases"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(cases)
 
 CPU = torch.device("cpu")
 NAME = "fifth_logprobs"

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -81,7 +80,7 @@ def padding_cell(rank):
 
 
 def two_rank_program(rank, world_size, folder):
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.distributed.init_process_group("gloo")
     results = {
         "padding": padding_cell(rank),
         "plain": {name: plain_cell(name) for name in PLAIN},
@@ -121,7 +120,7 @@ def poison(source, folder, tag, proof):
 
 
 def one_rank_program(rank, world_size, folder):
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.distributed.init_process_group("gloo")
     results, proof = {}, Path(folder) / "proof"
     extensions = Path(folder) / "extensions"
     extensions.mkdir()

@@ -1,7 +1,6 @@
 """What is particular to FSDP2: units, meshes, meta tensors, master weights, other rank counts."""
 
 from contextlib import nullcontext
-from datetime import timedelta
 
 import pytest
 import torch
@@ -172,7 +171,7 @@ def evaluation_cell(strategy):
 
 
 def two_rank_program(rank, world_size, folder):
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+    torch.distributed.init_process_group("gloo")
     with make("fsdp2") as strategy:
         results = {
             "hybrid": hybrid_cell(strategy),

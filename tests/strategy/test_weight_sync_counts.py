@@ -44,7 +44,7 @@ def sharded_source(num_tensors, rank, world_size):
 
 
 def count_messages(rank, world_size):
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo")
     counts = {}
     for num_tensors in (20, 200):
         full, source = sharded_source(num_tensors, rank, world_size)

@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -200,7 +199,7 @@ def run_backends(rank, world_size, backends, folder, num_cases, seed):
     torch.set_num_threads(1)
     if any(BACKENDS[name] is not None for name in backends):
         # Kept over all backends: to end one and start the next at the same address is a race.
-        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
+        torch.distributed.init_process_group("gloo")
     return [
         run_cases(rank, world_size, name, f"{folder}/{name}/checkpoints", num_cases, seed)
         for name in backends

@@ -10,6 +10,7 @@ from PIL import Image
 from tests.engines.media_requests import logprob_error, requests_of
 from tests.models.all_types import types
 from tests.models.batches import relative_norm
+from tests.models.vision.test_scores import gradients
 from tests.models.vision.tiny_world import Batch, image, pack, scored, twin_of
 from tests.runs import write
 from tests.stages.test_proof_at_load import POLICY
@@ -57,7 +58,7 @@ def world(model_type):
 def gradient(model, logprobs, weights):
     model.zero_grad()
     sum((row * weight).sum() for row, weight in zip(logprobs, weights, strict=True)).backward()
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return gradients(model)
 
 
 @pytest.mark.cover(6)
