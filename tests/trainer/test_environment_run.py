@@ -255,6 +255,19 @@ def test_episodes_are_replayed_without_their_environment(alone, monkeypatch, cap
     assert replayed("--step", "9")[0] == ExitCode.USAGE
 
 
+def test_steps_of_adapters_are_replayed_with_weights_that_round_as_in_the_run(folder, monkeypatch):
+    monkeypatch.setattr(replay, "training_params", with_stops)
+    common = {"lora_rank": 4, "max_steps": 2, "save_steps": 1, "actor_learning_rate": 1e-2}
+    variants = ({"bf16": True, "audit_every": 2}, {"quantize": "nf4", "strict": True})
+    (_, rounded), (_, packed) = run(folder, 1, [common | each for each in variants])
+    _, of_record = replay.replay_run(rounded, 2)
+    shutil.rmtree(rounded / "audit")
+    _, of_checkpoint = replay.replay_run(rounded, 2)
+    _, of_codes = replay.replay_run(packed, 2)
+    assert of_record.differences == of_checkpoint.differences == of_codes.differences == []
+    assert min(of_record.num_turns, of_codes.num_turns) > 16
+
+
 def test_two_processes_give_the_step_of_one(folder, alone):
     sharing = {"sp_size": 2, "packing_samples": True, "micro_batch_tokens": 150}
     for found in run(folder, 2, ({}, sharing)):

@@ -53,7 +53,7 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
         raise NotARunError(f"{run} holds no run: {CONFIG_FILE} is missing")
     options = TrainConfig.load(run / CONFIG_FILE)
     step, journals = read_step(run, step, options)
-    config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, zero_stage=0)
+    config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, strict=False)
     marks = set(placeholder_ids(load_config(str(config.pretrain))))
     if not marks.isdisjoint(chain.from_iterable(map(_shown_ids, journals))):
         raise ConfigError(
@@ -194,12 +194,13 @@ def _prepared_actor(
     backend = checkpoints.training.backend
     with backend.init_model_context():
         actor = load_policy(str(config.pretrain), config)
-    if step > 1 and step in recorded_steps(run):
+    is_recorded = step > 1 and step in recorded_steps(run)
+    if is_recorded:
         state = read_record(run, step).state("before", "actor")
         actor.load_state_dict(named(state, "weight"), strict=False)
-        return backend.prepare_model(actor)
-    model = backend.prepare_model(actor)
-    if step > 1:
+    # Stored as in the run, or merged adapters would round otherwise.
+    model = backend.prepare_model(actor, is_training=True)
+    if step > 1 and not is_recorded:
         folder, tag = Path(config.checkpoint_dir) / "_actor", f"global_step{step - 1}"
         if not (folder / tag).is_dir():
             raise ConfigError(
