@@ -255,6 +255,10 @@ def test_the_doctor_says_the_same(model, capsys):
     with_tokens("<tool>")(model)
     assert main(["doctor", "--pretrain", str(model)]) == 2
     assert "has ids up to 261" in capsys.readouterr().err
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(9999)
+    assert main(["doctor", "--pretrain", str(model)]) == 2
+    assert "model.safetensors is cut" in capsys.readouterr().err
 
 
 def test_a_generation_config_that_transformers_refuses_is_saved_repaired(model, tmp_path):

@@ -1,16 +1,19 @@
 """`lightrft serve`: a model of a folder or a run at the endpoint of agents."""
 
+import shutil
 import threading
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.machine import wait_until
 from tests.models.vision.tiny_families import write_tiny_vision_model
 from tests.rollout.agents.image_agents import said
 from tests.rollout.image_environments import squares
 
 from lightrft.cli.errors import UsageError
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.models.loading import SCORE_FILE
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.serve.serve_command import Service, build_parser, run, served
 
@@ -163,6 +166,22 @@ def test_what_is_served(model, tmp_path):
     (folder / "model").symlink_to(model)
     path, config = served(folder, "llama")
     assert (path, config.temperature, config.tool_parser) == (folder / "model", 0.5, "llama")
+
+
+def test_a_model_that_cannot_answer_is_refused_in_one_line(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match=r"lacks 1 parameters \(first: model.norm.weight\)"):
+        run([str(folder), "--port", "0"])
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(9999)
+    with pytest.raises(UsageError, match="the model cannot be read: cannot read the weights"):
+        run([str(folder), "--port", "0"])
+    (folder / SCORE_FILE).touch()
+    with pytest.raises(ConfigError, match="is a reward model"):
+        run([str(folder), "--port", "0"])
 
 
 def test_wrong_calls_are_usage_errors(model, monkeypatch):

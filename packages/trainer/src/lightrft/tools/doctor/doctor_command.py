@@ -6,10 +6,11 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightrft.cli.errors import ExitCode, UsageError
+from lightrft.cli.errors import ExitCode, UsageError, refuse
 from lightrft.cli.launch import hide_progress_bars
 from lightrft.cli.options import Parser
-from lightrft.config.options import options_of
+from lightrft.cli.preflight import model_problems
+from lightrft.config.options import ConfigError, options_of
 from lightrft.config.strategy_config import StrategyConfig
 from lightrft.tools.commands import parser_of
 from lightrft.tools.invariance.cells import Deviations
@@ -65,11 +66,12 @@ def examine_statements(path: str) -> int:
     """Print what the files of a model say of it, and how contradictions are decided.
 
     Raises:
-        ConfigError: There is a contradiction for which there is no rule.
+        ConfigError: Files are missing or cut, or there is a contradiction without a rule.
         ModelLoadError: The files cannot be read.
     """
     from lightrft.models.statements import read_statements
 
+    refuse(model_problems("--pretrain", path), ConfigError)
     statements = read_statements(path)
     statements.say(lambda text: print(text, flush=True))
     statements.require_consistent()

@@ -8,13 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.factory import build_engine
 from lightrft.engines.types import Completion, EngineConfig, GenerationRequest, SamplingParams
+from lightrft.kernels.names import first_line
 from lightrft.models import load_tokenizer
+from lightrft.models.loading import ModelLoadError, is_reward_model
 from lightrft.models.statements import read_statements
 from lightrft.rollout.agents.conversations import AgentEpisode, CalledTurn, Conversations
 from lightrft.rollout.agents.http_server import HttpError
@@ -139,6 +143,7 @@ class ServedModel:
         config: Defaults of sampling, and the format of calls.
 
     Raises:
+        ConfigError: It is a reward model.
         ModelLoadError: The model cannot be read.
         TemplateRefusedError: It has no chat template that shows turns.
     """
@@ -147,7 +152,13 @@ class ServedModel:
         tokenizer = load_tokenizer(str(path), config)
         statements = read_statements(str(path), config, tokenizer=tokenizer)
         self.statements = statements.require_consistent()
-        self.engine = build_engine(EngineConfig("hf", str(path), vocabulary=statements.vocabulary))
+        if is_reward_model(str(path)):
+            raise ConfigError(f"{path} is a reward model: it scores answers and gives none")
+        engine = EngineConfig("hf", str(path), vocabulary=statements.vocabulary)
+        try:
+            self.engine = build_engine(engine)
+        except (RuntimeError, SafetensorError, ValueError) as error:
+            raise ModelLoadError(f"cannot read the weights: {first_line(error)}") from error
         modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
         try:
             modality.check_turns()
