@@ -1,5 +1,6 @@
 """Programs that tests start and wait for."""
 
+import os
 import subprocess
 import sys
 
@@ -25,3 +26,13 @@ def run_program(*words, code=None, timeout_seconds=200.0, **options):
 def run_python(*words, **options):
     """Run this environment's Python; see `run_program`."""
     return run_program(sys.executable, *words, **options)
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, proof):
+        self.proof = proof
+
+    def __reduce__(self):
+        return os.mkdir, (self.proof,)

@@ -606,7 +606,7 @@ OTHER_COMMANDS = lines(
         "doctor --compile_backend inductor --gpu": "is an examination of its own",
         "doctor --compile_backend gcc --pretrain m": "invalid choice",
         "doctor --invariance": "needs --pretrain",
-        "doctor --invariance --gpu --pretrain m": "two examinations",
+        "doctor --invariance --gpu --pretrain m": "is an examination of its own",
         "doctor --invariance --pretrain m --nproc_per_node 3": "invalid choice",
         "sft --reward_loss hps": "reward_loss is an option of lightrft reward, not of lightrft sft",
     },

@@ -201,26 +201,23 @@ def test_greedy_samples_are_drawn_once_and_repeated():
     assert raws == [RawCompletion((7,), (-0.25,), "length")] * 3
 
 
-def test_flat_logprobs_are_those_of_the_sampled_tokens_or_refused():
-    class Flat:
-        token_ids, logprobs = [7, 3], [-0.25, -1.5]
-        start_indices, end_indices = [0, 1], [1, 2]
+class Flat:
+    token_ids, logprobs = [7, 3], [-0.25, -1.5]
+    start_indices, end_indices = [0, 1], [1, 2]
 
+
+def test_flat_logprobs_are_those_of_the_sampled_tokens_or_refused(monkeypatch):
     class Output:
         index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
 
     job = Job((1,), 1, 0, num_samples=1)
     assert raw_completions_of(job, [Output]) == [RawCompletion((7, 3), (-0.25, -1.5), "stop")]
-    Flat.token_ids = [7, 4]
+    monkeypatch.setattr(Flat, "token_ids", [7, 4])
     with pytest.raises(RuntimeError, match="logprobs of 2 tokens that are not the 2 sampled ones"):
         raw_completions_of(job, [Output])
 
 
 def test_experts_of_all_positions_become_those_before_each_token():
-    class Flat:
-        token_ids, logprobs = [7, 3], [-0.25, -1.5]
-        start_indices, end_indices = [0, 1], [1, 2]
-
     class Output:
         index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
         routed_experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)

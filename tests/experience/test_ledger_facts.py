@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.engines.fake_engine import FakeEngine
+from tests.rollout.stages import GatePassed, UpToForward
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import Prompt
@@ -66,17 +67,6 @@ class ModelScores:
     def score(self, rollouts, encoder):
         values = [len(item.response_text) / 3 for item in rollouts]
         return [RewardResult(value, {"model": value}) for value in values]
-
-
-class GatePassed(Exception):
-    """The step has come to its forward passes."""
-
-
-class UpToForward(StepTimer):
-    def stage(self, name):
-        if name == "forward":
-            raise GatePassed
-        return super().stage(name)
 
 
 def train_step(

@@ -1,6 +1,5 @@
 """The tensors of a checkpoint are those of the model, or the message names those that are not."""
 
-import os
 import shutil
 import sys
 import types
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.programs import Evil
 
 from lightrft.config import TrainConfig
 from lightrft.models import Actor, Critic, ModelLoadError, load_causal_lm, load_trunk
@@ -119,16 +119,6 @@ def test_a_head_of_another_model_is_named(checkpoint, tmp_path):
     path = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     save_file({"weight": torch.ones(1, 3), "bias": torch.ones(1)}, path / "value_head.safetensors")
     refused(Critic.from_pretrained, str(path), "value_head.safetensors", "size mismatch")
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, proof):
-        self.proof = proof
-
-    def __reduce__(self):
-        return os.mkdir, (self.proof,)
 
 
 @pytest.mark.parametrize("content", ["code", b"\x80\x04junk", b"", b"\0" * 200, "list"])

@@ -161,3 +161,14 @@ class Stage(FakeStage):
         self.reward = reward or self.reward
         options = {"first_request_id": 0, "step": 1, "timer": StepTimer(), **options}
         return self.sampler().collect(self.prompts, **options)
+
+
+class GatePassed(Exception):
+    """The step has come to its forward passes."""
+
+
+class UpToForward(StepTimer):
+    def stage(self, name):
+        if name == "forward":
+            raise GatePassed
+        return super().stage(name)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from tests.rollout.stages import Stage, call
+from tests.rollout.stages import GatePassed, Stage, UpToForward, call
 
 from lightrft.experience import delivery
 from lightrft.experience.delivery import Delivery
@@ -15,18 +15,6 @@ from lightrft.experience.maker import (
 from lightrft.rollout.environments.episode_batch import EpisodeBatch
 from lightrft.rollout.environments.turns import Observations
 from lightrft.rollout.ledger_records import LedgerError
-from lightrft.strategy.distributed.deadlines import StepTimer
-
-
-class GatePassed(Exception):
-    """The step has come to its forward passes."""
-
-
-class UpToForward(StepTimer):
-    def stage(self, name):
-        if name == "forward":
-            raise GatePassed
-        return super().stage(name)
 
 
 def train_step(folder, script, **options):

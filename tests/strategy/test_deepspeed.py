@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.programs import Evil
 from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import (
     build,
@@ -92,16 +93,6 @@ def two_rank_program(rank, world_size, folder):
         strategy.save_ckpt(ready, folder, "two")
         results["next"] = train(strategy, ready, range(3, 4))
     return results
-
-
-class Evil:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, proof):
-        self.proof = proof
-
-    def __reduce__(self):
-        return os.mkdir, (self.proof,)
 
 
 def poison(source, folder, tag, proof):

@@ -34,6 +34,7 @@ def run(argv: Sequence[str]) -> int:
     """
     options = build_parser().parse_args(argv)
     check_options(options)
+    hide_progress_bars()
     if options.invariance:
         return examine_model(options)
     if options.compile_backend is not None:
@@ -45,19 +46,16 @@ def run(argv: Sequence[str]) -> int:
 
 def check_options(options: Namespace) -> None:
     """Raise a UsageError for an option that would have no effect."""
-    if options.invariance and options.gpu:
-        raise UsageError("lightrft doctor: --gpu and --invariance are two examinations; give one")
-    if options.invariance and options.pretrain is None:
-        raise UsageError("lightrft doctor --invariance needs --pretrain: the model to examine")
-    if options.gpu and options.pretrain is not None:
-        raise UsageError("lightrft doctor: --gpu looks at no model: leave --pretrain out")
-    if options.compile_backend is not None and (options.invariance or options.gpu):
+    names = ("compile_backend", "gpu", "invariance")
+    examinations = [f"--{name}" for name in names if vars(options)[name]]
+    if len(examinations) > 1:
         raise UsageError(
-            "lightrft doctor: --compile_backend is an examination of its own: leave --invariance "
-            "and --gpu out"
+            f"lightrft doctor: {' and '.join(examinations)}: each is an examination of its own; "
+            "give one"
         )
-    if options.compile_backend is not None and options.pretrain is None:
-        raise UsageError("lightrft doctor --compile_backend needs --pretrain: the model to compile")
+    if examinations and options.gpu != (options.pretrain is None):
+        what = "looks at no model: leave --pretrain out" if options.gpu else "needs --pretrain"
+        raise UsageError(f"lightrft doctor: {examinations[0]} {what}")
     if options.bf16 and not options.invariance:
         raise UsageError("lightrft doctor: --bf16 acts only with --invariance")
 
@@ -91,7 +89,6 @@ def examine_machine(*, gpu: bool) -> int:
         from lightrft.tools.doctor.gpu_checks import gpu_checks as checks
     else:
         from lightrft.tools.doctor.machine_checks import machine_checks as checks
-    hide_progress_bars()
     verdicts = report(checks(), lambda text: print(text, flush=True))
     is_bad = Verdict.BAD in verdicts or (gpu and Verdict.OK not in verdicts)
     return ExitCode.PREFLIGHT if is_bad else ExitCode.OK
@@ -105,7 +102,6 @@ def examine_compiler(options: Namespace) -> int:
     """
     from lightrft.tools.invariance.compiled import try_compiling
 
-    hide_progress_bars()
     backend, seconds = options.compile_backend, 60 * options.timeout_minutes
     verdict = try_compiling(options.pretrain, backend, timeout_seconds=seconds)
     print(f"{'BAD' if verdict.problem else 'ok':4}compile_backend {backend}: {verdict}", flush=True)
@@ -116,7 +112,6 @@ def examine_model(options: Namespace) -> int:
     """Run one step of the model in many ways; return 8 if they differ."""
     from lightrft.tools.invariance.measure import examine
 
-    hide_progress_bars()
     processes = options.nproc_per_node or default_processes()
     results = []
     print(f"{LEGEND}\n\n{header()}", flush=True)

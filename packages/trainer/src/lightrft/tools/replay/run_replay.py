@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from lightrft.config import ConfigError, SamplingOptions, TrainConfig
 from lightrft.config.files import typed
 from lightrft.config.options import short
 from lightrft.engines.media.families import placeholder_ids
-from lightrft.engines.types import Completion, GenerationRequest, SamplingParams
 from lightrft.models import load_tokenizer
 from lightrft.models.loading import load_config
 from lightrft.reporting.files import CONFIG_FILE, METRICS_FILE, JsonLines
@@ -26,7 +26,6 @@ from lightrft.stages.models import load_policy
 from lightrft.strategy import get_strategy
 from lightrft.strategy.backend import PreparedModel, WantedState
 from lightrft.strategy.checkpoints.checkpoints import Checkpoints
-from lightrft.strategy.weight_sync.sync import WeightSyncReport
 from lightrft.tools.audit.record import named, read_record, recorded_steps
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 from lightrft.tools.report.run_data import NotARunError
@@ -51,11 +50,14 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     """
     if not (run / CONFIG_FILE).is_file():
         raise NotARunError(f"{run} holds no run: {CONFIG_FILE} is missing")
-    options = TrainConfig.load(run / CONFIG_FILE)
-    step, journals = read_step(run, step, options)
-    config = replace(options, sp_size=1, engine_tp_size=1, fsdp=True, strict=False)
+    config = TrainConfig.load(run / CONFIG_FILE)
+    config = replace(config, sp_size=1, engine_tp_size=1, fsdp=True, strict=False)
+    step, journals = read_step(run, step, config)
+    # Prompts and answers have marks where images were.
     marks = set(placeholder_ids(load_config(str(config.pretrain))))
-    if not marks.isdisjoint(chain.from_iterable(map(_shown_ids, journals))):
+    answers = (shown for each in journals for shown in each.observations.values())
+    prompts = (ids for each in journals for ids in each.prompts.values())
+    if any(map(marks.intersection, chain(prompts, (shown.token_ids for shown in answers)))):
         raise ConfigError(
             f"journals name images and do not hold them: step {step} of {run} has some, and only "
             "steps of text can be replayed"
@@ -65,16 +67,10 @@ def replay_run(run: Path, step: int | None) -> tuple[int, Replay]:
     with get_strategy(config) as strategy:
         actor = _prepared_actor(run, step, config, strategy.checkpoints)
         strategy.setup_inference_engine(config, config.engine_type, actor=actor)
-        strategy.update_engine_weights(actor)
+        sync = strategy.session.update_weights(actor, strategy.parameter_source(actor))
         for recorded in journals:
-            _check_weights(recorded, strategy.last_weight_sync, step)
-
-        def generate(params: SamplingParams, requests: list[GenerationRequest]) -> list[Completion]:
-            made: list[Completion] = strategy.gather_and_generate(
-                params, requests, sleep_engine=False
-            )
-            return made
-
+            _check_weights(recorded, sync.engine_hash, step)
+        generate = partial(strategy.gather_and_generate, sleep_engine=False)
         params = replace(training_params(config), n=1)
         for recorded in journals:
             replay_journal(
@@ -150,7 +146,7 @@ def _check_headers(
     params = training_params(config)
     sampling = sampling_facts(params)
     world_size, num_batches = headers[0].world_size, 1 + max(each.batch for each in headers)
-    places = {}
+    places = {(header.batch, header.rank) for header in headers}
     for header, path in zip(headers, paths, strict=True):
         named = journal_path(path.parent, header.step, header.batch, header.rank)
         if named != path or header.world_size != world_size:
@@ -164,7 +160,6 @@ def _check_headers(
                 f"{path} was sampled with seed, temperature, top_p, top_k and min_p {settings}: "
                 f"{CONFIG_FILE} says {sampling}; give the run's own {CONFIG_FILE}"
             )
-        places[header.batch, header.rank] = path
     if len(places) != world_size * num_batches:
         wanted = ((batch, rank) for batch in range(num_batches) for rank in range(world_size))
         batch, rank = next(place for place in wanted if place not in places)
@@ -173,14 +168,6 @@ def _check_headers(
             f"{path} is missing: the step was sampled by {world_size} ranks, and without rank "
             f"{rank} it would be compared in part; replay another step with --step"
         )
-
-
-def _shown_ids(recorded: Recorded) -> Iterator[int]:
-    """Yield the ids of prompts and answers, which have marks where images were."""
-    for prompt in recorded.prompts.values():
-        yield from prompt
-    for shown in recorded.observations.values():
-        yield from shown.token_ids
 
 
 def _prepared_actor(
@@ -212,11 +199,11 @@ def _prepared_actor(
     return model
 
 
-def _check_weights(recorded: Recorded, sync: WeightSyncReport | None, step: int) -> None:
+def _check_weights(recorded: Recorded, now: int, step: int) -> None:
     """Raise a ConfigError unless the engine holds the weights that sampled the journal."""
     before = recorded.header.get("weights")
-    if sync is not None and before and sync.engine_hash and sync.engine_hash != before:
+    if before and now and now != before:
         raise ConfigError(
             f"the weights found for step {step} are not those that sampled it: their hashes are "
-            f"{sync.engine_hash % 2**64:016x} and {int(str(before)) % 2**64:016x}"
+            f"{now % 2**64:016x} and {int(str(before)) % 2**64:016x}"
         )
