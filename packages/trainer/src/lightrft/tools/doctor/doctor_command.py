@@ -49,13 +49,10 @@ def check_options(options: Namespace) -> None:
     names = ("compile_backend", "gpu", "invariance")
     examinations = [f"--{name}" for name in names if vars(options)[name]]
     if len(examinations) > 1:
-        raise UsageError(
-            f"lightrft doctor: {' and '.join(examinations)}: each is an examination of its own; "
-            "give one"
-        )
+        raise UsageError(f"{' and '.join(examinations)}: each is an examination of its own")
     if examinations and options.gpu != (options.pretrain is None):
         what = "looks at no model: leave --pretrain out" if options.gpu else "needs --pretrain"
-        raise UsageError(f"lightrft doctor: {examinations[0]} {what}")
+        raise UsageError(f"{examinations[0]} {what}")
     if options.bf16 and not options.invariance:
         raise UsageError("lightrft doctor: --bf16 acts only with --invariance")
 

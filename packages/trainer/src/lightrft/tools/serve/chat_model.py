@@ -152,9 +152,10 @@ class ServedModel:
         self.statements = statements.require_consistent()
         if is_reward_model(str(path)):
             raise ConfigError(f"{path} is a reward model: it scores answers and gives none")
-        engine = EngineConfig("hf", str(path), vocabulary=statements.vocabulary)
         try:
-            self.engine = build_engine(engine)
+            self.engine = build_engine(
+                EngineConfig("hf", str(path), vocabulary=statements.vocabulary)
+            )
         except Exception as error:  # bytes of files may fail anywhere in transformers
             raise ModelLoadError(f"cannot read the weights: {first_line(error)}") from error
         modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
