@@ -222,13 +222,13 @@ def test_other_vocabularies_keep_the_split_of_transformers(tmp_path):
     assert loaded(TEXTS[1])["input_ids"] != source_tokenizer()(TEXTS[1])["input_ids"]
 
 
-def refusal(tmp_path, capsys):
-    file = str(tmp_path / "model.gguf")
-    code = main([str(tmp_path / "a"), file])
+def require_refusal(folder, capsys, text, code=2):
+    """Check that the file is refused in one line."""
+    assert main([str(folder / "a"), str(folder / "model.gguf")]) == code
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0
-    assert not (tmp_path / "a").exists()
-    return code, error
+    assert text in error
+    assert not (folder / "a").exists()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.999])
@@ -236,33 +236,25 @@ def test_a_file_that_is_cut_off_is_one_line(tmp_path, capsys, share):
     write_gguf(tmp_path / "whole.gguf", source_model("llama"))
     content = (tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(content[: max(int(len(content) * share), 4)])
-    code, error = refusal(tmp_path, capsys)
-    assert code == 2
-    assert "model.gguf is cut off or damaged" in error
+    require_refusal(tmp_path, capsys, "model.gguf is cut off or damaged")
 
 
 def test_an_array_of_more_than_the_file_holds_is_one_line_at_once(tmp_path, capsys):
     header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
     array = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 0, 2**60)
     (tmp_path / "model.gguf").write_bytes(header + array)
-    code, error = refusal(tmp_path, capsys)
-    assert code == 2
-    assert "model.gguf is cut off or damaged" in error
+    require_refusal(tmp_path, capsys, "model.gguf is cut off or damaged")
 
 
 def test_an_unknown_architecture_is_one_line(tmp_path, capsys):
     write_gguf(tmp_path / "model.gguf", source_model("llama"), architecture="quokka")
-    code, error = refusal(tmp_path, capsys)
-    assert code == 2
-    assert "architecture quokka is not supported" in error
+    require_refusal(tmp_path, capsys, "architecture quokka is not supported")
 
 
 def test_what_is_no_gguf_file_is_one_line(tmp_path, capsys):
-    assert refusal(tmp_path, capsys)[0] == 2
+    require_refusal(tmp_path, capsys, "model.gguf")
     (tmp_path / "model.gguf").write_bytes(b"PK\x03\x04 and more")
-    code, error = refusal(tmp_path, capsys)
-    assert code == 2
-    assert "model.gguf is not a GGUF file: it starts with b'PK" in error
+    require_refusal(tmp_path, capsys, "model.gguf is not a GGUF file: it starts with b'PK")
 
 
 def test_a_missing_tensor_is_named(tmp_path, capsys, monkeypatch):
@@ -274,20 +266,14 @@ def test_a_missing_tensor_is_named(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", leaves_one_out)
     write_gguf(tmp_path / "model.gguf", source_model("llama"))
-    code, error = refusal(tmp_path, capsys)
-    assert code == 2
-    assert "model.layers.1.mlp.up_proj.weight" in error
+    require_refusal(tmp_path, capsys, "model.layers.1.mlp.up_proj.weight")
 
 
 def test_a_tokenizer_that_does_not_survive_being_loaded_is_refused(tmp_path, capsys):
     write_gguf(tmp_path / "model.gguf", source_model("qwen3"))
-    code, error = refusal(tmp_path, capsys)
-    assert code == 2
-    assert "reads 'What is 23+45?" in error
+    require_refusal(tmp_path, capsys, "reads 'What is 23+45?")
 
 
 def test_the_missing_package_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("examples.smollm2.from_gguf.find_spec", lambda name: None)
-    code, error = refusal(tmp_path, capsys)
-    assert code == 3
-    assert "smollm2" in error
+    require_refusal(tmp_path, capsys, "smollm2", code=3)

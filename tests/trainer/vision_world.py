@@ -2,9 +2,8 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-from PIL import Image
+from tests.datasets.media_files import picture
 from tests.runs import TextReward, rollout_options, write_inputs
 
 from lightrft.config import TrainConfig
@@ -40,13 +39,11 @@ STEP = {
 
 def write_data(folder):
     """Eight prompts: one image, none, two of other sizes, none, and again; and a reward."""
-    generator = np.random.default_rng(0)
     rows = []
     for i in range(8):
         names = [f"{i}_{k}.png" for k in range(len(SIZES[i % 4]))]
-        for name, (width, height) in zip(names, SIZES[i % 4], strict=True):
-            pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(folder / name)
+        for name, size in zip(names, SIZES[i % 4], strict=True):
+            picture(*size, seed=i).save(folder / name)
         rows.append({"input": "<image>" * len(names) + f" say {i}", "images": names})
     return write_inputs(folder, rows, reward=REWARD)
 

@@ -3,9 +3,8 @@
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import torch
-from PIL import Image
+from tests.datasets.media_files import picture
 from tests.models.vision.tiny_families import TINY_FAMILIES, build_tiny
 
 from lightrft.engines.media.encoder import PromptEncoder
@@ -26,8 +25,7 @@ def pack(actor):
 
 
 def image(width, height, seed=0):
-    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
-    return as_image(Image.fromarray(pixels), name=f"image {seed}", folder=Path())
+    return as_image(picture(width, height, seed), name=f"image {seed}", folder=Path())
 
 
 def shaken(model):

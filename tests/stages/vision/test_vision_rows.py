@@ -46,7 +46,7 @@ FEW = [
 def test_tokens_and_masks_are_those_of_the_processor(tmp_path, preset):
     model, encoder = tiny(preset)
     path = write_rows(tmp_path, chat_rows())
-    data = load(load_supervised, path, encoder, reader_of(model, encoder))
+    data = load(load_supervised, path, model, encoder)
     assert "3 with images or videos" in data.summary
     marks = placeholder_ids(model.config)
     for row, (chat, names) in zip(data.rows, CHATS, strict=True):
@@ -55,14 +55,12 @@ def test_tokens_and_masks_are_those_of_the_processor(tmp_path, preset):
         assert row.is_trained.tolist() == is_trained.tolist()
         assert not np.isin(row.token_ids[row.is_trained], marks).any()
         assert (row.shown is None) == (not names)
-    last = load(
-        load_supervised, path, encoder, reader_of(model, encoder), train_on="last_assistant"
-    )
+    last = load(load_supervised, path, model, encoder, train_on="last_assistant")
     for row, own in zip(last.rows, data.rows, strict=True):
         assert row.token_ids.tolist() == own.token_ids.tolist()
         assert row.is_trained.sum() <= own.is_trained.sum()
         assert row.is_trained[-1]
-    whole = load(load_supervised, path, encoder, reader_of(model, encoder), train_on="all")
+    whole = load(load_supervised, path, model, encoder, train_on="all")
     for row, (_, names) in zip(whole.rows, CHATS, strict=True):
         assert not np.isin(row.token_ids[row.is_trained], marks).any()
         if not names:
@@ -97,9 +95,9 @@ def slow(model, encoder, folder):
 @pytest.mark.parametrize("preset", FEW)
 def test_loss_and_gradient_are_those_of_transformers_row_by_row(tmp_path, preset):
     model, encoder = tiny(preset)
-    loss, gradient, plain = slow(model, encoder, tmp_path_with(tmp_path))
     path = write_rows(tmp_path, chat_rows())
-    data = load(load_supervised, path, encoder, reader_of(model, encoder))
+    loss, gradient, plain = slow(model, encoder, tmp_path)
+    data = load(load_supervised, path, model, encoder)
     ways = [{}, {"micro_train_batch_size": 3}]
     if preset in PACKABLE:
         ways.append({"micro_train_batch_size": 5, "packing_samples": True})
@@ -116,15 +114,10 @@ def test_loss_and_gradient_are_those_of_transformers_row_by_row(tmp_path, preset
     assert plain == pytest.approx(loss, rel=0.1)
 
 
-def tmp_path_with(folder):
-    write_rows(folder, chat_rows())
-    return folder
-
-
 def test_a_family_that_cannot_be_packed_says_so(tmp_path):
     model, encoder = tiny("tiny-mllama")
     path = write_rows(tmp_path, chat_rows())
-    data = load(load_supervised, path, encoder, reader_of(model, encoder))
+    data = load(load_supervised, path, model, encoder)
     with pytest.raises(ConfigError, match="train without packing_samples"):
         stage_of(model, data, packing_samples=True)
 
@@ -135,7 +128,7 @@ def test_texts_have_their_images_where_their_marks_are(tmp_path):
         {"prompt": "<image>what? ", "completion": "a dog", "images": "a.png"},
         {"prompt": "plain ", "completion": "text", "images": None},
     ]
-    data = load(load_supervised, write_rows(tmp_path, rows), encoder, reader_of(model, encoder))
+    data = load(load_supervised, write_rows(tmp_path, rows), model, encoder)
     first, second = data.rows
     tokenizer = encoder.processor.tokenizer
     mark = placeholder_ids(model.config)[0]
@@ -145,16 +138,16 @@ def test_texts_have_their_images_where_their_marks_are(tmp_path):
     (whole,) = load(
         load_supervised,
         write_rows(tmp_path, [{"text": "see <image> there", "images": ["a.png"]}]),
+        model,
         encoder,
-        reader_of(model, encoder),
     ).rows
     assert whole.is_trained.sum() == len(whole.token_ids) - 16 - 1
     chat = [{"prompt": "what is <image>?", "completion": "a dog", "images": ["a.png"]}]
     (turn,) = load(
         load_supervised,
         write_rows(tmp_path, chat),
+        model,
         encoder,
-        reader_of(model, encoder),
         apply_chat_template=True,
     ).rows
     assert tokenizer.decode(turn.token_ids[turn.is_trained]) == f"a dog{tokenizer.eos_token}"
@@ -162,12 +155,11 @@ def test_texts_have_their_images_where_their_marks_are(tmp_path):
 
 def test_answers_of_pairs_and_rankings_stand_behind_one_image(tmp_path):
     model, encoder = tiny("tiny-qwen2.5-vl")
-    reader = reader_of(model, encoder)
     row = {"prompt": [user("<image>what?")], "chosen": "a dog", "rejected": "no", "images": "a.png"}
-    (pair,) = load(load_preferences, write_rows(tmp_path, [row]), encoder, reader).rows
+    (pair,) = load(load_preferences, write_rows(tmp_path, [row]), model, encoder).rows
     ranked = {"prompt": [user("<image>what?")], "answers": ["a dog", "no"], "ranks": [1, 2]}
     path = write_rows(tmp_path, [ranked | {"images": ["a.png"]}])
-    options = {"path": path, "vocab_size": None, "reader": reader}
+    options = {"path": path, "vocab_size": None, "reader": reader_of(model, encoder)}
     tokenizer = encoder.processor.tokenizer
     (ranking,) = RANKED.of(read_rows(path), tokenizer, TrainConfig(), **options).rows
     for answers in (pair.rows, ranking.rows):
@@ -196,7 +188,7 @@ def test_images_that_do_not_fit_are_named_with_file_and_row(tmp_path, changes, s
     model, encoder = tiny("tiny-qwen2.5-vl")
     path = write_rows(tmp_path, [GOOD, GOOD | changes])
     with pytest.raises(DataError, match=rf"^{path}:2: (?!{path}).*{said}"):
-        load(load_supervised, path, encoder, reader_of(model, encoder))
+        load(load_supervised, path, model, encoder)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +208,7 @@ def test_texts_that_name_other_images_are_refused(tmp_path, row, said):
     model, encoder = tiny("tiny-llava")
     path = write_rows(tmp_path, [row])
     with pytest.raises(DataError, match=f"{path}:1: .*({said})"):
-        load(load_supervised, path, encoder, reader_of(model, encoder))
+        load(load_supervised, path, model, encoder)
 
 
 def test_a_processor_that_changes_texts_is_refused():

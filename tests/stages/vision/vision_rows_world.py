@@ -1,8 +1,8 @@
 """Rows with and without images, read as a run reads them, and what the processor says of each."""
 
-import numpy as np
 import torch
 from PIL import Image
+from tests.datasets.media_files import picture
 from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
@@ -41,15 +41,9 @@ CHATS = (
 )
 
 
-def write_images(folder):
-    generator = np.random.default_rng(0)
-    for name, (width, height) in SIZES.items():
-        pixels = generator.integers(0, 255, (height, width, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{name}.png")
-
-
 def write_rows(folder, rows, name="rows.jsonl"):
-    write_images(folder)
+    for seed, (image, size) in enumerate(SIZES.items()):
+        picture(*size, seed).save(folder / f"{image}.png")
     return written(folder, rows, name)
 
 
@@ -65,9 +59,10 @@ def reader_of(model, encoder):
     return RowMediaReader(VisionPrompts(encoder), placeholder_ids(model.config))
 
 
-def load(loader, path, encoder, reader, **changes):
+def load(loader, path, model, encoder, **changes):
     config = TrainConfig(**changes)
     tokenizer = encoder.processor.tokenizer
+    reader = reader_of(model, encoder)
     return loader(path, tokenizer, config, max_samples=99, split="train", reader=reader)
 
 
