@@ -148,6 +148,8 @@ GEMMA = Form(
 )
 DSML = "\uff5cDSML\uff5c"
 DEEPSEEK = ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>")
+COHERE_END = "<|END_OF_TURN_TOKEN|>"
+COHERE = ("THINKING", "ACTION", "RESPONSE", "TOOL_RESULT")
 FAMILIES = {
     "Qwen3.5": QWEN,
     "Nemotron 3": Form(
@@ -268,6 +270,29 @@ FAMILIES = {
         + JSON_CALL.replace("X", "arguments")
         + " + '\\n</tool_call>\\n' }}",
         after="\n",
+    ),
+    "Command A": Form(
+        (
+            COHERE_END,
+            *(f"<|START_{word}|>" for word in COHERE),
+            *(f"<|END_{word}|>" for word in COHERE),
+        ),
+        chatml("<|USER_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "", COHERE_END),
+        grouped(
+            "<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|><|START_TOOL_RESULT|>[",
+            "(', ' if messages[loop.index0 - 1].role == 'tool' else '') + '{\"results\": {\"0\": '"
+            " + m.content | tojson + '}}'",
+            f"]<|END_TOOL_RESULT|>{COHERE_END}",
+        ),
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        f"<|END_RESPONSE|>{COHERE_END}",
+        "{{- (', ' if not loop.first else '') + '{\"tool_call_id\": \"' + loop.index0 | string + "
+        '\'", "tool_name": \' + k.name | tojson + \', "parameters": \' + k.arguments | tojson '
+        "+ '}' }}",
+        call_end=COHERE_END,
+        calls=("<|START_ACTION|>[", "]<|END_ACTION|>"),
+        think=("<|START_THINKING|>", "<|END_THINKING|>"),
+        said="<|START_RESPONSE|>",
     ),
     "LFM2": Form(
         (*IM, "<|startoftext|>", "<|tool_call_start|>", "<|tool_call_end|>"),

@@ -102,7 +102,7 @@ def table_of(folder, family):
     (before, calling), (_, answer) = sampled(2), sampled(3 + num_results)
     results = [f"res{i}" for i in range(num_results)]
     question = chat.suffix(answer, [], read[3 + num_results : 4 + num_results])
-    (parser,) = (name for name, each in PARSERS.items() if each is parse)
+    parser = next((name for name, each in PARSERS.items() if each is parse), "auto")
     calls = read_calls(parse, tokenizer, calling[:-1], before, is_ended=True)
     return {
         "stops": sorted(tokenizer.convert_ids_to_tokens(sorted(chat.stop_ids))),

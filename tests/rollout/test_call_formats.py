@@ -74,6 +74,41 @@ TEMPLATES = {
 }
 
 
+def written(first, call, last, between=", "):
+    """A template of calls with JSON: ID, NAME and JSON stand for the parts of one."""
+    for mark, value in ("ID", "k.id"), ("NAME", "f.name"), ("JSON", "(f.arguments | tojson)"):
+        call = call.replace(mark, f"' + {value} + '")
+    return (
+        f"{{{{- {first!r} if loop.first else {between!r} }}}}{{{{- '{call}' }}}}"
+        f"{{{{- {last!r} if loop.last else '' }}}}"
+    )
+
+
+NAMED = '{"name": "NAME", "arguments": JSON}'
+# Formats of no parser's name, as published families write them.
+WRITTEN = {
+    "Command A": written(
+        "<|START_ACTION|>[\n",
+        '{"tool_call_id": "ID", "tool_name": "NAME", "parameters": JSON}',
+        "\n]<|END_ACTION|>",
+        ",\n",
+    ),
+    "Command R": written("Action: ```json\n[", '{"tool_name": "NAME", "parameters": JSON}', "]```"),
+    "Granite 3": written("<|tool_call|>[", NAMED, "]"),
+    "Nemotron": written("<TOOLCALL>[", NAMED, "]</TOOLCALL>"),
+    "InternLM": written("<|action_start|><|plugin|>\n", NAMED, "<|action_end|>", "\n"),
+    "xLAM": written("[", NAMED, "]"),
+    "Hunyuan": written(
+        "<tool_calls>", "<tool_call>NAME\\n```json\\nJSON\\n```</tool_call>", "</tool_calls>", "\n"
+    ),
+    "Apertus": written("<|tools_prefix|>[", '{"NAME": JSON}', "]<|tools_suffix|>"),
+    "Llama 3 of one's own tools": written("", "<function=NAME>JSON</function>", "", ""),
+    "OpenAI": written(
+        "<tools>[", '{"id": "ID", "function": ' + NAMED + ', "type": "function"}', "]</tools>"
+    ),
+}
+
+
 def tokenizer_of(template):
     return families.tokenizer_of(template, (None, "<|im_end|>"), families.IM)
 
@@ -105,6 +140,36 @@ def test_a_prompt_that_opens_the_thinking_does_not_hide_the_call():
     assert choose_parser("auto", tokenizer_of(template), ()) is PARSERS["xml"]
 
 
+def turn_of(tokenizer, *calls):
+    """The prompt, and the text of a turn with these calls, without its end."""
+    asked = [{"role": "user", "content": "q"}]
+    items = [
+        {"id": f"call{i}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for i, (name, arguments) in enumerate(calls)
+    ]
+    said = {"role": "assistant", "content": "", "tool_calls": items}
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template([*asked, said], tokenize=False)
+    turn = whole[len(prompt) :].rstrip()
+    return prompt, turn.removesuffix("<|im_end|>").removesuffix("<|call|>")
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_format_with_json_is_read_off_the_template(family):
+    tokenizer = tokenizer_of(TURNS % WRITTEN[family])
+    parse = choose_parser("auto", tokenizer, ())
+    assert parse not in PARSERS.values()
+    with pytest.raises(ConfigError, match="give --tool_parser auto"):
+        choose_parser("hermes", tokenizer, ())
+    _, turn = turn_of(tokenizer, F, G)
+    assert [(each.name, each.arguments) for each in parse(turn, True)] == [F, G]
+    has_ids = family in ("Command A", "OpenAI")
+    assert [each.call_id for each in parse(turn, True)] == [f"call{i}" * has_ids for i in range(2)]
+    assert parse(f"<think>{turn}</think>no", True) == parse('[1] {"answer": 3}', True) == []
+    with pytest.raises(MalformedCallError):
+        parse(turn.replace('{"x": 1}', "1"), True)
+
+
 @pytest.mark.parametrize("name", ["hermes", "glm", "llama", "pythonic"])
 def test_a_parser_that_does_not_read_the_template_is_refused(name):
     with pytest.raises(ConfigError, match=r"does not read the calls .*give --tool_parser xml"):
@@ -112,7 +177,7 @@ def test_a_parser_that_does_not_read_the_template_is_refused(name):
 
 
 def test_a_template_of_no_known_format_is_refused_whatever_is_asked_for():
-    template = TURNS % "{{- '<<' + f.name + '|' + (f.arguments | tojson) + '>>' }}"
+    template = TURNS % "{{- '<<' + f.name + '>>' }}"
     for name in ("auto", "hermes"):
         with pytest.raises(ConfigError, match="tool_parser"):
             choose_parser(name, tokenizer_of(template), ())
@@ -155,21 +220,17 @@ def random_arguments(draw):
     return {key: values[key] for key in draw.sample(sorted(values), draw.randrange(7))}
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", TEMPLATES | WRITTEN)
 def test_random_calls_come_back_through_their_templates(name):
-    draw, tokenizer = random.Random(3), tokenizer_of(TEMPLATES[name])
+    tokenizer = tokenizer_of(TEMPLATES.get(name) or TURNS % WRITTEN[name])
+    draw, parse = random.Random(3), choose_parser("auto", tokenizer, ())
     for _ in range(20):
         chosen = random_arguments(draw)
-        given = json.dumps(chosen) if name == "deepseek" else chosen
-        call = {"type": "function", "function": {"name": "find_it", "arguments": given}}
-        asked = [{"role": "user", "content": "q"}]
-        said = {"role": "assistant", "content": "", "tool_calls": [call]}
-        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-        whole = tokenizer.apply_chat_template([*asked, said], tokenize=False)
-        turn = whole[len(prompt) :].rstrip().removesuffix("<|im_end|>").removesuffix("<|call|>")
-        (found,) = PARSERS[name](turn, True, prompt)
+        shown = json.dumps(chosen) if name == "deepseek" else chosen
+        prompt, turn = turn_of(tokenizer, ("find_it", shown))
+        (read,) = parse(turn, True, prompt)
         schema = {"find_it": {"parameters": {"properties": TYPES}}}
-        assert (found.name, check_call(found, schema)) == ("find_it", chosen)
+        assert (read.name, check_call(read, schema)) == ("find_it", chosen)
 
 
 BEFORE = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -376,17 +437,19 @@ def test_a_tokenizers_own_response_template_is_followed():
             read(f"<tool_call>{body}</tool_call>")
 
 
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", [*PARSERS, *WRITTEN])
 def test_no_text_raises_anything_else(name):
-    draw = random.Random(5)
+    draw, parse = random.Random(5), PARSERS.get(name)
+    parse = parse or choose_parser("auto", tokenizer_of(TURNS % WRITTEN[name]), ())
     pieces = ["<tool_call>", "</tool_call>", "<function=f>", "<parameter=x>", "</parameter>", "{"]
     pieces += ["</function>", "<arg_key>", "</arg_key>", "<arg_value>", "[", "]", "}", '"', ":"]
     pieces += ["call:f{", '<|"|>', "<|tool_call>", "<tool_call|>", "<think>", "</think>", "f(x=1)"]
     pieces += ["[TOOL_CALLS]", "to=functions.f<|message|>", "<|tool_call_start|>", "1", ",", "\n"]
+    pieces += ["<TOOLCALL>", "<|tool_call|>", '{"name": "f", "arguments": {}}', '{"f": {}}', "```"]
     for _ in range(300):
         text = "".join(draw.choices(pieces, k=draw.randrange(12)))
         with contextlib.suppress(MalformedCallError):
-            PARSERS[name](text, draw.random() < 0.5)
+            parse(text, draw.random() < 0.5)
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ import pytest
 from tests.datasets import chat_families as families
 from tests.machine import wait_until
 from tests.rollout.agents.endpoint_desk import CALL, TALK, body_of, completed
+from tests.rollout.test_call_formats import TURNS, WRITTEN
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -219,7 +220,9 @@ SAID_BEFORE_CALLS = [
     ("hermes", ["<tool_call>", "</tool_call>"], "Let me see."),
     ("hermes", [], "<think>A <tool_call> then?</think>Let me see."),
     ("mistral", ["[TOOL_CALLS]"], "Let me see."),
+    ("auto", ["<TOOLCALL>"], "Let me see."),
 ]
+FORMS = {"hermes": "<tool_call>{}</tool_call>", "auto": "<TOOLCALL>[{}]</TOOLCALL>"}
 
 
 def bytes_and(special):
@@ -232,7 +235,9 @@ def bytes_and(special):
 def test_what_is_said_before_a_call_is_told_whatever_its_marks_are(parser, special, said):
     tokenizer = bytes_and(special)
     call = CALL.splitlines()[1]
-    form = "<tool_call>{}</tool_call>" if parser == "hermes" else "[TOOL_CALLS][{}]"
+    if parser == "auto":
+        tokenizer.chat_template = TURNS % WRITTEN["Nemotron"]
+    form = FORMS.get(parser, "[TOOL_CALLS][{}]")
     ids = tuple(tokenizer.encode(said + form.format(call), add_special_tokens=False))
     made = completed(0, (1,), ids)
     tools = ({"type": "function", "function": {"name": "add"}},)

@@ -29,7 +29,13 @@ from lightrft.rollout.agents.messages import (
     SpokenCall,
     refused,
 )
-from lightrft.rollout.environments.call_formats import MARKS, MalformedCallError, read_calls
+from lightrft.rollout.environments.call_formats import (
+    MARKS,
+    CallParser,
+    MalformedCallError,
+    Marked,
+    read_calls,
+)
 from lightrft.rollout.environments.calls import choose_parser, written_id
 
 Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
@@ -197,18 +203,21 @@ class AnswerRules:
         if ids and ids[-1] in self.chat.stop_ids:
             ids = ids[:-1]
         calls: tuple[SpokenCall, ...] = ()
+        marks: tuple[str, ...] = MARKS
         if turn.call.tools:
+            parse = choose_parser(self.tool_parser, self.chat.tokenizer, turn.call.tools)
+            marks += parse.begins if isinstance(parse, Marked) else ()
             try:
-                calls = self._calls(turn, ids, is_ended=is_ended)
+                calls = self._calls(parse, turn, ids, is_ended=is_ended)
             except MalformedCallError:
                 turn.is_malformed = True
         whole = str(self.chat.tokenizer.decode(ids, skip_special_tokens=True))
-        text = self._before_calls(ids) if calls else whole
+        text = self._before_calls(ids, marks) if calls else whole
         for mark in turn.call.options.stop:
             text = text.partition(mark)[0]
         turn.message = Message("assistant", text, calls)
 
-    def _before_calls(self, ids: Sequence[int]) -> str:
+    def _before_calls(self, ids: Sequence[int], marks: Sequence[str]) -> str:
         """Return the text of an answer before its calls, whose marks may be special tokens."""
 
         def shown(count: int) -> str:
@@ -216,8 +225,8 @@ class AnswerRules:
 
         text = shown(len(ids))
         thought = max(0, text.rfind("</think>"))
-        places = [place for mark in MARKS if (place := text.find(mark, thought)) >= 0]
-        places = places or [place for mark in MARKS if (place := text.find(mark)) >= 0]
+        places = [place for mark in marks if (place := text.find(mark, thought)) >= 0]
+        places = places or [place for mark in marks if (place := text.find(mark)) >= 0]
         if not places:
             return ""
         end = min(places)
@@ -227,9 +236,8 @@ class AnswerRules:
         return before + text[len(shown(count)) : end]
 
     def _calls(
-        self, turn: CalledTurn, ids: Sequence[int], *, is_ended: bool
+        self, parse: CallParser, turn: CalledTurn, ids: Sequence[int], *, is_ended: bool
     ) -> tuple[SpokenCall, ...]:
-        parse = choose_parser(self.tool_parser, self.chat.tokenizer, turn.call.tools)
         spoken = []
         sampled = read_calls(parse, self.chat.tokenizer, ids, turn.context, is_ended=is_ended)
         for number, call in enumerate(sampled):

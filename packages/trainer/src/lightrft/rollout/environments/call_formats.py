@@ -96,12 +96,14 @@ class Marked:
         opening, closing: Marks around one body.
         body: Parser of the body.
         thinking: Marks around thinking.
+        begins: Marks of which the first ends the text before calls, beside those of `MARKS`.
     """
 
     opening: str
     closing: str
     body: Body
     thinking: tuple[str, str] = ("<think>", "</think>")
+    begins: tuple[str, ...] = ()
 
     def __call__(self, text: str, is_ended: bool, before: str = "", /) -> list[ToolCall]:
         """Parse the calls between the marks."""
@@ -168,7 +170,7 @@ def from_value(value: object, names: Sequence[str]) -> ToolCall:
 _JSON = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite_float)
 
 
-def _decoded(text: str, place: int) -> tuple[object, int]:
+def decode_json(text: str, place: int) -> tuple[object, int]:
     """Decode a JSON value at a place; return the place after it, too."""
     try:
         return _JSON.raw_decode(text, _past_spaces(text, place))
@@ -181,11 +183,11 @@ def _decoded(text: str, place: int) -> tuple[object, int]:
 
 def parse_json_body(text: str, place: int) -> tuple[list[ToolCall], int]:
     """Read one call that is a JSON object."""
-    value, end = _decoded(text, place)
+    value, end = decode_json(text, place)
     return [from_value(value, ("arguments", "parameters"))], end
 
 
-def _named_json(pattern: str, fence: str = "") -> Body:
+def named_json(pattern: str, fence: str = "") -> Body:
     """Return a parser of a name, perhaps with an id, followed by its arguments as JSON."""
     head, end_of_fence = re.compile(pattern, re.DOTALL), re.compile(rf"\s*{fence}")
 
@@ -193,7 +195,7 @@ def _named_json(pattern: str, fence: str = "") -> Body:
         match = head.match(text, place)
         if match is None:
             raise MalformedCallError("a call needs a name and its arguments as JSON")
-        value, end = _decoded(text, match.end())
+        value, end = decode_json(text, match.end())
         if not isinstance(value, dict):
             raise MalformedCallError(f"the arguments of {match['name']} must be an object")
         closed = end_of_fence.match(text, end)
@@ -319,7 +321,7 @@ def _gemma_body(text: str, place: int) -> tuple[list[ToolCall], int]:
         pieces.append(piece)
         if depth == 0:
             break
-    value, _ = _decoded("".join(pieces), 0)
+    value, _ = decode_json("".join(pieces), 0)
     return [ToolCall(head[1], cast("Arguments", value))], end
 
 
@@ -337,7 +339,7 @@ def llama_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]:
         return []
     calls = []
     while said:
-        value, end = _decoded(said, 0)
+        value, end = decode_json(said, 0)
         calls.append(from_value(value, ("parameters", "arguments")))
         said = _LLAMA_MARKS.sub("", said[end:])
     return calls
@@ -387,7 +389,7 @@ def _invokes(prefix: str) -> CallParser:
     return Marked(f'<{prefix}invoke name="', f"</{prefix}invoke>", body)
 
 
-_mistral_call = _named_json(
+_mistral_call = named_json(
     r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*(?=\{)"
 )
 
@@ -396,7 +398,7 @@ def _mistral_body(text: str, place: int) -> tuple[list[ToolCall], int]:
     """Read `[{"name": ..., "arguments": {...}}]` or `f{...}`."""
     if not text.startswith("[", _past_spaces(text, place)):
         return _mistral_call(text, place)
-    value, end = _decoded(text, place)
+    value, end = decode_json(text, place)
     return [from_value(each, ("arguments",)) for each in cast("list[object]", value)], end
 
 
@@ -409,7 +411,7 @@ def harmony_calls(text: str, is_ended: bool, before: str = "") -> list[ToolCall]
     calls, place = list[ToolCall](), 0
     text = before[before.rfind("<|start|>") :] + text if before else text
     while header := _HARMONY.search(text, place):
-        value, place = _decoded(text, header.end())
+        value, place = decode_json(text, header.end())
         if not isinstance(value, dict):
             raise MalformedCallError(f"the arguments of {header[1]} must be an object")
         calls.append(ToolCall(header[1], value))
@@ -430,12 +432,12 @@ glm_calls = Marked("<tool_call>", "</tool_call>", _glm_body)
 deepseek_calls = Marked(
     _CALL_BEGIN,
     _CALL_END,
-    _named_json(rf"(?:function{_SEP})?(?P<name>[\w.-]+)(?:{_SEP}|\s*```json)\s*", "(?:```)?"),
+    named_json(rf"(?:function{_SEP})?(?P<name>[\w.-]+)(?:{_SEP}|\s*```json)\s*", "(?:```)?"),
 )
 kimi_calls = Marked(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
-    _named_json(
+    named_json(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>\s*"
     ),
 )

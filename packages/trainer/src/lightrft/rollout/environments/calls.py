@@ -32,7 +32,9 @@ from lightrft.rollout.environments.call_formats import (
     ToolCall,
     from_value,
     read_calls,
+    spoken,
 )
+from lightrft.rollout.environments.written_calls import parser_of_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +89,7 @@ def choose_parser(
 
     Args:
         name: Name in `PARSERS`, or "auto": the tokenizer's response template if it has one, else
-            the parser that reads what the chat template writes.
+            the first parser that reads what the chat template writes, else one that is read off it.
         tokenizer: Tokenizer of the model.
         schemas: Schemas of the tools.
 
@@ -99,26 +101,32 @@ def choose_parser(
         return _template_parser(tokenizer, schemas)
     template = str(tokenizer.chat_template or "")  # one template, or several by name
     turn, failure = _tried_turn(tokenizer, template)
-    if name != "auto":
-        if turn is not None and not _reads(PARSERS[name], *turn):
-            fitting = [other for other in PARSERS if _reads(PARSERS[other], *turn)]
-            advice = f"give --tool_parser {fitting[0]}" if fitting else "change one of the two"
-            raise ConfigError(
-                f"tool_parser {name} does not read the calls that the chat template writes, "
-                f"{turn[0].strip()[:200]!r}: {advice}"
-            )
-        return PARSERS[name]
-    if turn is not None:
-        for parser in PARSERS.values():
-            if _reads(parser, *turn):
-                return parser
-    elif "<tool_call>" in template:  # the template only describes calls
+    fitting = {} if turn is None else _fitting_parsers(*turn)
+    if name == "auto" and turn is None and "<tool_call>" in template:  # it only describes calls
         return PARSERS["hermes"]
-    reason = f" (it fails on a message with a call: {failure})" if failure else ""
-    raise ConfigError(
-        "tool_parser auto: the tokenizer has no response template, and its chat template writes no "
-        f"known format of calls{reason}; give --tool_parser: {', '.join(PARSERS)}"
-    )
+    if name == "auto" and fitting:
+        return next(iter(fitting.values()))
+    if name == "auto":
+        reason = f" (it fails on a message with a call: {failure})" if failure else ""
+        raise ConfigError(
+            "tool_parser auto: the tokenizer has no response template, and no calls can be read "
+            f"that its chat template writes{reason}; give --tool_parser: {', '.join(PARSERS)}"
+        )
+    if turn is not None and name not in fitting:
+        advice = f"give --tool_parser {next(iter(fitting))}" if fitting else "change one of the two"
+        raise ConfigError(
+            f"tool_parser {name} does not read the calls that the chat template writes, "
+            f"{turn[0].strip()[:200]!r}: {advice}"
+        )
+    return PARSERS[name]
+
+
+@lru_cache(maxsize=16)
+def _fitting_parsers(turn: str, before: str) -> dict[str, CallParser]:
+    """Return the parsers that read the tried call in a turn; "auto" is read off the turn itself."""
+    call = ToolCall(_TRIED_NAME, _TRIED, CALL_ID)
+    parsers = {**PARSERS, "auto": parser_of_turn(spoken(turn, before), call)}
+    return {name: each for name, each in parsers.items() if each and _reads(each, turn, before)}
 
 
 @lru_cache(maxsize=16)
