@@ -136,7 +136,7 @@ def test_a_refused_agent_ends_the_start(stage):
     "source, told",
     [
         ("verifiers:nowhere", "'nowhere' not found"),
-        ("verifiers:textarena?taskset.game=Wordle-v0", "have no end: give select.limit=N"),
+        ("verifiers:textarena?taskset.game=Wordle-v0", "infinite: limit it with select.limit=N"),
         ("verifiers:openenv?taskset.env=x&taskset.resets=[]", "it has no tasks"),
         ("verifiers:openenv?taskset=3", "give taskset.OPTION"),
         ("verifiers:?x=1", "expected verifiers:NAME"),
