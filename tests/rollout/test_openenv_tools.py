@@ -43,11 +43,11 @@ class ToolServer(Server):
     """A server as OpenEnv's `MCPEnvironment` makes it.
 
     Args:
-        lists: How it says which tools it has: "mcp", "step" for those before, or "" for neither.
+        lists: Whether it has tools.
         counts: Calls of tools count as steps.
     """
 
-    def __init__(self, lists="mcp", counts=True, tools=TOOLS):
+    def __init__(self, lists=True, counts=True, tools=TOOLS):
         super().__init__()
         self.schema, self.lists, self.counts, self.tools = {"action": ACTION}, lists, counts, tools
 
@@ -58,11 +58,6 @@ class ToolServer(Server):
             return {"type": "observation", "data": {"observation": {}, "reward": 0.0}}
         if asked["type"] == "mcp":
             return self.listed(data)
-        if data["type"] == "list_tools":
-            if self.lists != "step":
-                details = {"message": "Invalid message", "code": "VALIDATION_ERROR"}
-                return {"type": "error", "data": details}
-            return {"type": "observation", "data": {"observation": {"tools": self.tools}}}
         state["step_count"] += self.counts
         is_right = data["arguments"].get("n") == state["target"]
         told = {"tool_name": data["tool_name"], **self.result(data)}
@@ -72,10 +67,8 @@ class ToolServer(Server):
 
     def listed(self, request):
         assert request["method"] == "tools/list"
-        if self.lists == "mcp":
+        if self.lists:
             reply = {"result": {"tools": self.tools}}
-        elif self.lists == "step":
-            return {"type": "error", "data": {"message": "mcp?", "code": "UNKNOWN_TYPE"}}
         else:
             reply = {"error": {"code": -32603, "message": "Environment does not support MCP"}}
         return {"type": "mcp", "data": {"jsonrpc": "2.0", "id": request["id"], **reply}}
@@ -149,19 +142,18 @@ def test_a_tool_that_fails_may_end_the_episode(stage, serve):
     assert rewards[0].reward == -0.25
 
 
-@pytest.mark.parametrize("lists", ["mcp", "step"])
-def test_a_server_is_asked_for_its_tools_in_both_ways(serve, lists):
-    shown = opened(serve(lists)).schemas()
+def test_a_server_is_asked_for_its_tools(serve):
+    shown = opened(serve()).schemas()
     assert [each["function"]["name"] for each in shown] == ["look_up", "answer"]
     assert shown[1]["function"]["description"]
     assert shown[1]["function"]["parameters"]["type"] == "object"
 
 
 def test_actions_of_other_servers_stay_one_tool(serve):
-    server = serve("")
+    server = serve(lists=False)
     assert names_of(server) == ["step"]
     server.schema = {"action": {"properties": {"number": {"type": "integer"}}}}
-    server.lists = "mcp"
+    server.lists = True
     assert names_of(server) == ["step"]
     # A server that names no fields may have tools all the same.
     server.schema = {"action": {"properties": {"metadata": {}}}}

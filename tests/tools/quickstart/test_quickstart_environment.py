@@ -128,7 +128,6 @@ def test_a_short_run_holds_conversations(tmp_path, capsys):
     assert "calculator" in shown.splitlines()[0]
     assert "step 2/2  reward" in shown
     assert f"edit {folder / 'reward.py'} or {folder / 'environment.py'}" in shown
-    assert "  model     " in shown
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(1.0 <= entry["episode/turns"] <= 3.0 for entry in steps[1:])
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]

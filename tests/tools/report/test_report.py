@@ -186,7 +186,7 @@ def test_conversations_are_shown_turn_by_turn_and_stay_text(run, text):
     assert ("class", "turn observation") in page.attributes
 
 
-def test_branches_of_an_episode_are_a_tree(run):
+def test_branches_of_an_episode_name_their_parents(run):
     folder = run()
     of_first, of_branch = {"of": 0, "after": 1, "said": ["b", "c"]}, {"of": 1, "after": 2}
     rows = [of_first, {"of": 0, "after": 0, "said": ["<i>"]}, {**of_branch, "said": ["d"]}]
@@ -195,14 +195,13 @@ def test_branches_of_an_episode_are_a_tree(run):
     append(folder, "samples", *branched)
     whole, broken = choose_samples(folder).steps[9]
     assert whole["branches"] == [
-        (1, "branch 1, after turn 1", ["b", "c"]),
-        (2, "branch 3, after turn 2", ["d"]),
-        (1, "branch 2, after turn 0", ["<i>"]),
+        ("branch 1, after turn 1", ["b", "c"]),
+        ("branch 2, after turn 0", ["<i>"]),
+        ("branch 3, after turn 2 of branch 1", ["d"]),
     ]
-    assert [(depth, said) for depth, _, said in broken["branches"]] == [(1, []), (1, [])]
+    assert [said for _, said in broken["branches"]] == [[], []]
     page = page_of(folder)
-    assert page.texts.count("branch 3, after turn 2") == page.texts.count("<i>") == 1
-    assert ("style", "margin-left:2rem") in page.attributes
+    assert page.texts.count("branch 3, after turn 2 of branch 1") == page.texts.count("<i>") == 1
 
 
 def test_long_and_broken_conversations_are_bounded(run):

@@ -10,7 +10,7 @@ from lightrft.tools.translate.script import Script, read_script
 
 SCRIPT = """\
 import re
-from datasets import Dataset
+from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
 WANTED = "a"
@@ -18,8 +18,8 @@ WANTED = "a"
 def count(completions, **kwargs):
     return [float(len(re.findall(WANTED, each))) for each in completions]
 
-rows = Dataset.from_list([{"prompt": f"say {c}"} for c in "abcd"])
-rows = Dataset.from_list([{"prompt": "say a"}, {"prompt": "say b"}, {"prompt": "say c"}])
+rows = make_rows()
+rows = load_dataset("json", data_files="rows.jsonl", split="train")
 args = GRPOConfig(
     output_dir="out", per_device_train_batch_size=4, num_generations=4, beta=0.04, max_steps=2,
     gradient_accumulation_steps=2, max_completion_length=6, learning_rate=1e-3, logging_steps=5,
@@ -34,6 +34,7 @@ trainer.train()
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "grpo.py").write_text(SCRIPT)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {c}"}}\n' for c in "abc"))
     return tmp_path
 
 
@@ -41,7 +42,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_script_of_twenty_lines_trains(folder, capsys):
     assert main(["config", "translate", "grpo.py", "run"]) == 0
     out = capsys.readouterr().out
-    assert "wrote rewards.py, rows.jsonl, run.toml to run" in out
+    assert "wrote rewards.py, run.toml to run" in out
     assert "next: lightrft train --config run/run.toml" in out
     assert "model_init_kwargs = {'a': 1}: a model is what its folder says" in out
     assert "report_to" not in out
@@ -217,6 +218,7 @@ def translated(folder, capsys, text):
 
 
 def test_a_script_in_the_style_of_trls_pages_leaves_two_lines_to_look_at(folder, capsys):
+    (folder / "rows.jsonl").unlink()
     config, looks = translated(folder, capsys, CHAT)
     expected = {
         "reward_weights": (0.2, 1.0),
@@ -258,14 +260,14 @@ def test_the_first_row_of_a_file_says_whether_prompts_are_messages(folder, capsy
 
 
 SFT = """\
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig, SFTTrainer
 
 model = AutoModelForCausalLM.from_pretrained("tiny")
-rows = Dataset.from_dict({"prompt": ["1+1=", "1+2="], "completion": ["2", "3"]})
-held = Dataset.from_list([{"prompt": "1+3=", "completion": "4"}])
+rows = load_dataset("json", data_files="pairs.jsonl", split="train")
+held = load_dataset("json", data_files={"train": "held.jsonl"})["train"]
 config = SFTConfig(
     output_dir="out", per_device_train_batch_size=1, gradient_accumulation_steps=2, bf16=False,
     num_train_epochs=1, weight_decay=0.01, max_length=None, logging_steps=1, report_to="none",
@@ -277,6 +279,8 @@ SFTTrainer(
 
 
 def test_an_sft_script_trains(folder, capsys):
+    (folder / "pairs.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n' * 2)
+    (folder / "held.jsonl").write_text('{"prompt": "1+3=", "completion": "4"}\n')
     config, looks = translated(folder, capsys, SFT)
     expected = {
         "train_batch_size": 2,
@@ -286,8 +290,8 @@ def test_an_sft_script_trains(folder, capsys):
         "l2": 0.01,
         "lora_rank": 2,
         "lora_alpha": 8,
-        "prompt_data": "made/rows.jsonl",
-        "eval_data": "made/eval_rows.jsonl",
+        "prompt_data": "pairs.jsonl",
+        "eval_data": "held.jsonl",
     }
     assert {name: config.__dict__[name] for name in expected} == expected
     assert [line.split(":")[0] for line in looks] == ["max_length = None", "target_modules"]

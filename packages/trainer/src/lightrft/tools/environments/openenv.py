@@ -139,19 +139,13 @@ class OpenEnvEpisode(Adapted):
         """
         self._connect()
         try:
-            answers: list[Mapping[str, object]] = []
-            with suppress(ActionRefusedError):
-                answers.append(self._ask("mcp", _LIST_TOOLS))
-            if not answers or "result" not in answers[0]:  # before version 0.10
-                with suppress(ActionRefusedError):
-                    answers.append(self._ask("step", {"type": "list_tools"}))
+            shown = self._ask("mcp", _LIST_TOOLS).get("result")
+        except ActionRefusedError:
+            return []
         finally:
             self.close()
-        for answer in answers:
-            shown = answer.get("result") or answer.get("observation")
-            if isinstance(shown, Mapping) and isinstance(shown.get("tools"), list):
-                return cast("list[Mapping[str, object]]", shown["tools"])
-        return []
+        tools = shown.get("tools") if isinstance(shown, Mapping) else None
+        return cast("list[Mapping[str, object]]", tools) if isinstance(tools, list) else []
 
     def get_reward(self) -> float:
         """Return rewards not yet paid, once the server has confirmed the episode."""
@@ -208,8 +202,7 @@ class OpenEnvEpisode(Adapted):
         if kind in ("reset", "mcp") and has_details and details.get("code") == _FULL:
             self.close()
             raise EnvironmentFullError(f"OpenEnv at {self._address}: {details.get('message')}")
-        harmless = _HARMLESS if kind != "mcp" else (*_HARMLESS, "UNKNOWN_TYPE")
-        if answer_kind == "error" and has_details and details.get("code") in harmless:
+        if answer_kind == "error" and has_details and details.get("code") in _HARMLESS:
             raise ActionRefusedError(str(details.get("message")))
         if answer_kind != (kind if kind in ("state", "mcp") else "observation") or not has_details:
             raise self._lost(f"{kind} was answered by {str(answer)[:200]}")

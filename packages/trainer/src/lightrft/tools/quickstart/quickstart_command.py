@@ -22,7 +22,7 @@ from lightrft.cli.options import Parser
 from lightrft.config import TrainConfig
 from lightrft.config.files import read_object
 from lightrft.config.options import did_you_mean
-from lightrft.reporting.files import SAMPLES_FILE, SUMMARY_FILE, JsonLines, package_versions
+from lightrft.reporting.files import SUMMARY_FILE, package_versions
 from lightrft.tools.commands import parser_of
 from lightrft.tools.init_model_command import make_folder, require_empty
 from lightrft.tools.quickstart.task import (
@@ -163,8 +163,6 @@ def run(argv: Sequence[str]) -> int:
     from lightrft.tools.report.page import write_report
 
     report = write_report(directory)
-    for line in last_conversation(directory):
-        print(f"  {line}")
     files = [directory / name for name in recipe.task.files]
     print(f"[3/3] {closing_words(summary, directory, report, files)}")
     return ExitCode.OK
@@ -298,23 +296,6 @@ def summarise(
     }
     path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     return summary
-
-
-def last_conversation(directory: Path) -> list[str]:
-    """Return lines with the last step's best rewarded sample of several turns; none without any."""
-    from lightrft.tools.report.sample_page import readable
-
-    entries = [entry for _, entry in JsonLines(directory / SAMPLES_FILE) if "turns" in entry]
-    last = [entry for entry in entries if entry["step"] == entries[-1]["step"]]
-    if not last:
-        return []
-    best = max(last, key=lambda entry: cast("float", entry["reward"]))
-    lines = [f"a conversation of step {best['step']}", f"  prompt    {best['prompt']}"]
-    for turn in cast("list[dict[str, object]]", best["turns"]):
-        lines.append(f"  model     {turn['said']}")
-        calls = cast("list[dict[str, object]]", turn["calls"])
-        lines += [f"  tool      {readable(str(call['answer']))}" for call in calls]
-    return lines
 
 
 def closing_words(

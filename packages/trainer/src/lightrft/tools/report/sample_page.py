@@ -235,23 +235,16 @@ def _turns(value: object) -> list[tuple[str, str]]:
     return [*shown, ("", f"[{num_left} more]")] if num_left else shown
 
 
-def _branches(value: object) -> list[tuple[int, str, list[str]]]:
-    """Return (depth, parent, texts) of each branch of an episode, after its parent."""
-    listed = value if isinstance(value, list) else []
-    rows = [row if isinstance(row, Mapping) else {} for row in listed[:MAX_PARTS]]
-    below: dict[int, list[int]] = {}
-    for number, row in enumerate(rows, 1):
-        parent = row.get("of")
-        of = parent if isinstance(parent, int) and 0 <= parent < number else 0
-        below.setdefault(of, []).append(number)
-    branches, waiting = [], [(1, number) for number in below.get(0, [])[::-1]]
-    while waiting:
-        depth, number = waiting.pop()
-        said, after = rows[number - 1].get("said"), _text(rows[number - 1].get("after"))
+def _branches(value: object) -> list[tuple[str, list[str]]]:
+    """Return (place, texts) of each branch of an episode."""
+    branches = []
+    for number, row in enumerate(value[:MAX_PARTS] if isinstance(value, list) else [], 1):
+        fields = row if isinstance(row, Mapping) else {}
+        said, after, parent = (fields.get(name) for name in ("said", "after", "of"))
+        where = f" of branch {_text(parent)}" if parent else ""
         texts = said[:MAX_PARTS] if isinstance(said, list) else []
         shown = [readable(str(text), max_characters=MAX_PART_CHARACTERS) for text in texts]
-        branches.append((depth, f"branch {number}, after turn {after}", shown))
-        waiting += [(depth + 1, each) for each in below.get(number, [])[::-1]]
+        branches.append((f"branch {number}, after turn {_text(after)}{where}", shown))
     return branches
 
 

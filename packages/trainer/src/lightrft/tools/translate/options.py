@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,6 @@ from lightrft.datasets.files import Row, local_files, scan_rows
 from lightrft.tools.translate.script import Script, read_script
 
 OPTIONS_FILE, REWARD_FILE = "run.toml", "rewards.py"
-# File of the rows of a data set that is written down.
-ROWS_FILES = {"prompt_data": "rows.jsonl", "eval_data": "eval_rows.jsonl"}
 
 # Sizes, which are counted in other units here.
 _ROW_SIZES: dict[str, int | None] = {
@@ -286,7 +283,7 @@ _SPECIAL_OF: dict[str, dict[str, _Special]] = {
 
 
 def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
-    """Write options, rewards and rows of a script, and return what a person must check.
+    """Write options and rewards of a script, and return what a person must check.
 
     Args:
         path: Script, which is read and not run.
@@ -301,7 +298,11 @@ def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
     made = translate(script.arguments, processes, script)
     notes = made.notes + script.notes
     notes += [f"{name}: cannot be read from {text!r}" for name, text in script.unread.items()]
-    options = made.options | _places(script, folder)
+    options = made.options
+    if script.command == "train":
+        options["input_key"] = "prompt"
+    if script.rewards:
+        options["reward_fn"] = tuple(f"{folder / REWARD_FILE}:{name}" for name in script.rewards)
     if script.command == "train" and "apply_chat_template" not in options:
         options["apply_chat_template"] = _has_messages(script, str(options.get("prompt_data")))
     lacking = [name for name in ("pretrain", "prompt_data") if name not in options]
@@ -313,7 +314,8 @@ def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
     values = {name: config.__dict__[name] for name in options}
     lines = [f"{name} = {format_toml(value)}" for name, value in values.items()]
     looks = [f"# look: {note}" for note in notes]
-    files = _files(script) | {OPTIONS_FILE: "\n".join([*looks, *lines]) + "\n"}
+    files = {REWARD_FILE: script.reward_source} if script.rewards else {}
+    files[OPTIONS_FILE] = "\n".join([*looks, *lines]) + "\n"
     kept = [name for name in files if (folder / name).exists()]
     if kept:
         raise UsageError(f"{folder} has {', '.join(kept)}: give another folder")
@@ -324,25 +326,9 @@ def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
     return "\n".join([f"wrote {', '.join(files)} to {folder}", *notes, f"next: {command}"])
 
 
-def _files(script: Script) -> dict[str, str]:
-    files = {REWARD_FILE: script.reward_source} if script.rewards else {}
-    for option, rows in script.rows.items():
-        files[ROWS_FILES[option]] = "".join(json.dumps(row) + "\n" for row in rows)
-    return files
-
-
-def _places(script: Script, folder: Path) -> dict[str, object]:
-    """Return options that name the files, and columns as TRL calls them."""
-    places: dict[str, object] = {"input_key": "prompt"} if script.command == "train" else {}
-    if script.rewards:
-        places["reward_fn"] = tuple(f"{folder / REWARD_FILE}:{name}" for name in script.rewards)
-    return places | {option: str(folder / ROWS_FILES[option]) for option in script.rows}
-
-
 def _has_messages(script: Script, source: str) -> bool:
     """Return whether prompts are messages: as the first row says, else as the rewards read them."""
-    rows = list(script.rows.get("prompt_data", ()))
-    if not rows and local_files(source, "train"):
-        first = next(iter(scan_rows(source)), None)
-        rows = [first.columns] if isinstance(first, Row) else []
-    return isinstance(rows[0].get("prompt"), list) if rows else script.reads_messages
+    first = next(iter(scan_rows(source)), None) if local_files(source, "train") else None
+    if isinstance(first, Row):
+        return isinstance(first.columns.get("prompt"), list)
+    return script.reads_messages

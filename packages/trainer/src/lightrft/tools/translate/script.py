@@ -1,4 +1,4 @@
-"""A training script of TRL, read without running it: arguments, rewards and rows."""
+"""A training script of TRL, read without running it: arguments, rewards and data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,6 @@ class Script:
         notes: Sentences for a person to check.
         rewards: Names of reward functions that the script defines, in order.
         reward_source: Source of these functions and what they need, for a separate file.
-        rows: Rows that are written down in the script, by the option that names their file.
     """
 
     command: str
@@ -54,7 +53,6 @@ class Script:
     notes: list[str] = field(default_factory=list)
     rewards: tuple[str, ...] = ()
     reward_source: str = ""
-    rows: dict[str, tuple[Mapping[str, object], ...]] = field(default_factory=dict)
 
     @property
     def reads_messages(self) -> bool:
@@ -225,7 +223,7 @@ def _listed(node: ast.expr | None, names: _Names) -> Sequence[ast.expr]:
 
 
 def _read_data_set(name: str, value: ast.expr, script: Script, names: _Names) -> None:
-    """Note the options of a data set, or the rows of one that is written down."""
+    """Note the options of a data set."""
     option, split = DATA_SETS[name]
     changes: list[str] = []
     node, part = value, None
@@ -242,14 +240,11 @@ def _read_data_set(name: str, value: ast.expr, script: Script, names: _Names) ->
         else:
             break
     try:
-        read = _rows_or_source(node, part, names)
+        source, chosen = _source(node, part, names)
     except (ValueError, LookupError, TypeError, AttributeError):
         script.unread[name] = ast.unparse(value)
         return
-    if isinstance(read, tuple):
-        script.rows[option] = read
-    else:
-        script.arguments |= {option: read["source"]} | ({split: p} if (p := read["part"]) else {})
+    script.arguments |= {option: source} | ({split: chosen} if chosen else {})
     script.notes += [
         f"{name}: {change} is not carried out: give rows that are changed by it already "
         "(Dataset.to_json writes them)"
@@ -257,32 +252,21 @@ def _read_data_set(name: str, value: ast.expr, script: Script, names: _Names) ->
     ]
 
 
-def _rows_or_source(
-    node: ast.expr, part: str | None, names: _Names
-) -> tuple[Mapping[str, object], ...] | dict[str, str]:
-    """Return the rows of a data set that is written down, or its name with its part.
+def _source(node: ast.expr, part: str | None, names: _Names) -> tuple[str, str]:
+    """Return the name of a data set that is loaded, and its part, "" of files.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: The call is neither.
+        ValueError, LookupError, TypeError, AttributeError: The call is another one.
     """
-    if not isinstance(node, ast.Call):
-        raise ValueError("no call")
-    maker = _last_name(node.func)
+    if not isinstance(node, ast.Call) or _last_name(node.func) != "load_dataset":
+        raise ValueError("no data set")
     first = names.literal(node.args[0])
     named = {each.arg: names.literal(each.value) for each in node.keywords if each.arg}
-    if maker == "from_list" and isinstance(first, list):
-        return tuple(first)
-    if maker == "from_dict" and isinstance(first, dict):
-        return tuple(
-            dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)
-        )
-    if maker != "load_dataset" or not isinstance(first, str):
-        raise ValueError("no data set")
     if first in _FORMATS:
-        return {"source": _files(named, part), "part": ""}
+        return _files(named, part), ""
     others = [*map(names.literal, node.args[1:]), *filter(None, [named.get("name")])]
     source = ":".join(map(str, [first, *others]))
-    return {"source": source, "part": str(named.get("split") or part or "train")}
+    return source, str(named.get("split") or part or "train")
 
 
 def _files(named: Mapping[str, object], part: str | None) -> str:
