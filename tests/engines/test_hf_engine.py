@@ -10,7 +10,7 @@ from tests.models.tiny import tiny_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationConfig, Qwen3ForCausalLM
+from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, Qwen3ForCausalLM
 
 from lightrft.engines import (
     EngineConfig,
@@ -142,6 +142,17 @@ def test_a_sliding_window_model_is_decoded_as_by_transformers():
     assert largest_error(model, sampled) < 1e-5
 
 
+def test_a_state_space_model_decodes_whole_batches():
+    torch.manual_seed(0)
+    config = MambaConfig(
+        vocab_size=97, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=1
+    )
+    model = MambaForCausalLM(config).eval()
+    engine = embedded(model)
+    completions = engine.generate(prompts(5, 3, 5), SamplingParams(max_tokens=8, n=2))
+    assert largest_error(model, completions) < 1e-4
+
+
 # Stopping
 
 
@@ -247,6 +258,11 @@ def test_a_checkpoint_gives_the_same_engine_as_its_module(tiny_model, tmp_path):
     one, other = embedded(model), HFEngine(EngineConfig("hf", str(tmp_path)))
     assert one.parameter_manifest() == other.parameter_manifest()
     assert one.hash_parameters() == other.hash_parameters()
+    params = SamplingParams(max_tokens=6, n=2)
+    pairs = zip(*(e.generate(prompts(4, 2), params) for e in (one, other)), strict=True)
+    for mine, theirs in pairs:
+        assert mine.output_token_ids == theirs.output_token_ids
+        assert mine.output_logprobs == pytest.approx(theirs.output_logprobs, abs=1e-5)
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_model, tmp_path):

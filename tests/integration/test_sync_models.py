@@ -1,9 +1,11 @@
-"""Weight sync of models with expert stacks."""
+"""Weight sync of models with expert stacks and with adapters; a fault in the adapter is found."""
+
+import dataclasses
 
 import pytest
 import torch
-from tests.engines.altered_engines import CopyingEngine
-from tests.engines.syncs import canary_of
+from tests.engines.altered_engines import CopyingEngine, EditingEngine, embedded
+from tests.engines.syncs import canary_of, failing
 from tests.models.tiny import tiny_model
 
 from lightrft.engines import EngineConfig
@@ -19,6 +21,10 @@ def moe_model(seed):
     return tiny_model(
         "qwen3_moe", seed=seed, num_key_value_heads=2, tie_word_embeddings=False, **experts
     )
+
+
+def dense_model(seed):
+    return tiny_model(seed=seed, num_key_value_heads=2, tie_word_embeddings=True)
 
 
 def engine_for(model, dtype="float32"):
@@ -42,3 +48,56 @@ def test_expert_stacks_arrive_whole_and_split_over_buckets(bucket_bytes):
     assert report.num_unverifiable_bytes == 0
     assert report.canary_difference < 1e-4
     assert report.num_buckets == -(-report.num_bytes // bucket_bytes)
+
+
+def test_two_experts_exchanged_in_the_engine_are_found_by_the_hash():
+    actor = Actor(moe_model(0))
+
+    class ExchangesExpertsEngine(EditingEngine):
+        def edit(self, piece):
+            if len(piece.shape) != 3:
+                return [piece]
+            flipped = piece.tensor.view(piece.shape).flip(0).reshape(-1)
+            return [dataclasses.replace(piece, tensor=flipped)]
+
+    engine = embedded(moe_model(9), ExchangesExpertsEngine)
+    with failing("hash") as caught:
+        WeightSync(engine).sync(module_parameter_source(actor), canary=canary_of(actor))
+    assert all("experts" in name for name in caught.value.names)
+
+
+class Adapter:
+    """A low-rank update of one projection: in the actor's forward, and added to what is sent."""
+
+    def __init__(self, actor, name, rank=2):
+        generator = torch.Generator().manual_seed(3)
+        layer = actor.model.get_submodule(name)
+        self.name = f"{name}.weight"
+        self.down = torch.randn(rank, layer.in_features, generator=generator)
+        self.up = torch.randn(layer.out_features, rank, generator=generator)
+        layer.register_forward_hook(
+            lambda module, inputs, output: output + inputs[0] @ self.down.T @ self.up.T
+        )
+
+    def add_local(self, name, start, values):
+        if name == self.name:
+            delta = (self.up @ self.down).reshape(-1)
+            values += delta[start : start + values.numel()]
+
+
+def adapted(adapter_name=None):
+    """An actor with an adapter and its source; the source may know it under another name."""
+    actor = Actor(dense_model(0))
+    adapter = Adapter(actor, "model.layers.1.self_attn.q_proj")
+    adapter.name = adapter_name or adapter.name
+    source = dataclasses.replace(module_parameter_source(actor), add_local=adapter.add_local)
+    return actor, adapter, source
+
+
+def test_an_adapter_that_binds_to_nothing_is_found_by_the_canary():
+    """Its names keep a prefix that no parameter has: what is sent lacks it, and so does the hash
+    of what is to be sent; only the actor computes with it."""
+    actor, _, source = adapted("base_model.model.layers.1.self_attn.q_proj.weight")
+    engine = engine_for(dense_model(9))
+    with failing("canary"):
+        WeightSync(engine).sync(source, canary=canary_of(actor))

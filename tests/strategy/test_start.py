@@ -111,6 +111,19 @@ def test_the_decision_is_agreed_and_printed(device, chosen):
     assert not decide_by_machine(TrainConfig(**given), context, facts=padding).packing_samples
 
 
+def test_models_that_mix_packed_sequences_are_known_by_their_configuration():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from lightrft.models.attention import packing_hindrance
+
+    config = Qwen3Config(num_hidden_layers=2)
+    assert packing_hindrance(Qwen3ForCausalLM, config) is None
+    config.layer_types = ["full_attention", "conv"]
+    assert packing_hindrance(Qwen3ForCausalLM, config) is None
+    config.layer_types = ["full_attention", "chunked_attention"]
+    assert packing_hindrance(Qwen3ForCausalLM, config) == "layers of type chunked_attention"
+
+
 def test_the_shard_size_must_divide_the_processes():
     config = TrainConfig(fsdp=True, fsdp_shard_size=2, train_batch_size=128)
     assert not any("fsdp_shard_size" in text for text in batch_problems(config, 4))
