@@ -43,7 +43,7 @@ def tokens():
 
 
 def logprobs_of(model, ids):
-    return model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0].detach()
+    return model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
 def test_only_adapters_are_trained_and_dropout_only_acts_in_training(checkpoint):
@@ -85,7 +85,7 @@ def test_training_starts_from_adapters_of_peft_and_gives_them_back(checkpoint, o
     layers = ("down_proj", "q_proj")
     actor = lora_actor(checkpoint, target_modules=layers, lora_path=str(folder))
     ids, mask = tokens()
-    found = actor(ids, mask).logprobs[0, 1:].detach()
+    found = actor(ids, mask).logprobs[:, 1:]
     torch.testing.assert_close(found, logprobs_of(model, ids), rtol=0, atol=2e-5)
     assert all(p.requires_grad == (".lora_" in n) for n, p in actor.named_parameters())
     actor.save_adapters(dict(actor.state_dict()), tmp_path)
@@ -119,7 +119,7 @@ def test_peft_reads_adapters_of_dense_layers_beside_experts(model_type, targets,
     again = LoraActor(copy.deepcopy(base), TrainConfig(**options, lora_path=str(tmp_path))).eval()
     assert torch.equal(again(ids, mask).logprobs, expected)
     found = logprobs_of(peft.PeftModel.from_pretrained(base, tmp_path).eval(), ids)
-    torch.testing.assert_close(found, expected[0, 1:], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found, expected[:, 1:], rtol=0, atol=2e-5)
 
 
 def test_adapters_are_compared_before_weights_are_read(checkpoint, tmp_path):
@@ -201,14 +201,15 @@ def test_product_has_the_same_bits_in_every_range(start, stop):
     torch.testing.assert_close(whole.double(), expected, rtol=1e-7, atol=1e-7)
 
 
-def options_of(path, world_size):
+def options_of(path, world_size, **changes):
     settings = {"pretrain": path, "actor_learning_rate": 0.02, "enable_engine_sleep": False}
-    return settings | {"train_batch_size": world_size}
+    return settings | {"train_batch_size": world_size, **changes}
 
 
-def step(strategy, ready, rank):
+def step(strategy, ready, rank=0):
+    """Carry out an optimizer step; return the norm of its gradient."""
     strategy.backward(loss_of(ready.model, rank), ready.model, ready.optimizer)
-    strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler)
+    return strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler).grad_norm
 
 
 def loss_of(actor, rank):
@@ -269,7 +270,7 @@ def check_adapters(ready, path, folder):
     found = peft.PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
     ids, mask = tokens()
     before = logprobs_of(plain(path), ids)
-    own = ready(ids, mask).logprobs[0, 1:].detach()
+    own = ready(ids, mask).logprobs[:, 1:]
     assert (own - before).abs().max() > 1e-3
     torch.testing.assert_close(logprobs_of(found, ids), own, rtol=0, atol=2e-5)
 
@@ -299,7 +300,7 @@ def test_one_process_syncs_saves_and_resumes(checkpoint, tmp_path):
 def frozen_in_bfloat16(rank, world_size, path):
     """Trains with frozen weights stored wide, then as they are; the engine takes these."""
     torch.distributed.init_process_group("gloo")
-    options = options_of(path, 1) | {"bf16": True, "lora_sync": "adapter"}
+    options = options_of(path, 1, bf16=True, lora_sync="adapter")
     narrow, trained = sharding.cast_parameters, []
     wide = SimpleNamespace(param_dtype=torch.float32, compute_dtype=torch.float32)
     for cast in (lambda module, _: narrow(module, wide), narrow):

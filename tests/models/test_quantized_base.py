@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.models.batches import draw_second_factors, merged_reference, relative_norm
+from tests.models.test_lora import ALPHA, RANK, logprobs_of, loss_of, options_of, step
 from tests.ranks import run_multiprocess
 from tests.strategy.backend_world import make, prepared
 from transformers import AutoModelForCausalLM
@@ -22,7 +23,6 @@ from lightrft.strategy.weight_sync.verification import WeightSyncError
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs bitsandbytes")
 peft = pytest.importorskip("peft", reason="package peft is not installed")
 
-RANK, ALPHA = 3, 12.0
 PARTS = ("codes", "scales", "ranges")
 OPTIONS = {"lora_rank": RANK, "lora_alpha": ALPHA, "quantize": "nf4", "fsdp": True}
 IDS = torch.arange(24).view(2, 12) * 5 % 97
@@ -56,11 +56,6 @@ def with_adapters(model, actor):
     return made
 
 
-def loss_of(actor, shift=0):
-    ids = (IDS + shift) % 97
-    return -actor(ids, torch.ones_like(ids).bool()).logprobs.mean()
-
-
 def gradients(actor):
     return {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
 
@@ -73,7 +68,7 @@ def test_logprobs_and_gradients_are_those_of_peft_on_the_dequantised_base(checkp
     )
     draw_second_factors(actor)
     exact = with_adapters(reference_of(checkpoint, torch.float32), actor)
-    logprobs = exact(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+    logprobs = logprobs_of(exact, IDS)
     own = actor(IDS, torch.ones_like(IDS).bool()).logprobs
     torch.testing.assert_close(own[:, 1:].double(), logprobs, rtol=0, atol=2e-5)
     (-logprobs.sum()).backward()
@@ -88,27 +83,21 @@ def test_logprobs_and_gradients_are_those_of_peft_on_the_dequantised_base(checkp
     assert relative_norm(found, expected) < 1e-5
 
 
-def settings(path, world_size, **changes):
-    options = {"pretrain": path, "actor_learning_rate": 0.02, "enable_engine_sleep": False}
-    return options | {"train_batch_size": world_size} | changes
+def started(strategy, path, *, meta_init=False, **changes):
+    with strategy.init_model_context(meta_init):
+        actor = actor_of(path, **changes)
+    draw_second_factors(actor)
+    return prepared(strategy, actor)
 
 
 def trained(strategy, path, rank, **changes):
-    with strategy.init_model_context(changes.pop("meta_init", False)):
-        actor = actor_of(path, **changes)
-    draw_second_factors(actor)
-    ready = prepared(strategy, actor)
+    ready = started(strategy, path, **changes)
     norms = [step(strategy, ready, rank) for _ in range(2)]
     return ready, norms
 
 
-def step(strategy, ready, shift=0):
-    strategy.backward(loss_of(ready.model, shift), ready.model, ready.optimizer)
-    return strategy.optimizer_step(ready.optimizer, ready.model, ready.scheduler).grad_norm
-
-
 def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
-    with make("fake", **settings(checkpoint, 1, lora_sync="merged")) as strategy:
+    with make("fake", **options_of(checkpoint, 1, lora_sync="merged")) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         actor = strategy.unwrap_model(ready)
         base = reference_of(checkpoint, torch.float32)
@@ -143,7 +132,7 @@ def test_engine_file_and_checkpoint_of_one_process(checkpoint, tmp_path):
 
 
 def test_a_block_that_differs_and_an_adapter_scaled_twice_end_the_run(checkpoint):
-    with make("fake", **settings(checkpoint, 1, lora_sync="merged")) as strategy:
+    with make("fake", **options_of(checkpoint, 1, lora_sync="merged")) as strategy:
         ready, _ = trained(strategy, checkpoint, 0, target_modules=("q_proj",))
         actor = strategy.unwrap_model(ready)
         strategy.setup_inference_engine(None, "hf", actor=ready)
@@ -210,7 +199,7 @@ def engine_beside(strategy, ready):
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
-    options = settings(checkpoint, 1, bf16=bf16)
+    options = options_of(checkpoint, 1, bf16=bf16)
     with make("fsdp2" if bf16 else "fake", **options) as strategy:
         ready, _ = trained(strategy, checkpoint, 0, bf16=bf16)
         engine, model = engine_beside(strategy, ready)
@@ -229,7 +218,7 @@ def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
         actor = strategy.unwrap_model(ready)
         dtype = torch.bfloat16 if bf16 else torch.float32
         exact = with_adapters(reference_of(checkpoint, dtype), actor)
-        expected = exact(IDS).logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
+        expected = logprobs_of(exact, IDS)
         scores = torch.tensor([engine.score(row.tolist())[1:] for row in IDS]).double()
         assert (scores - expected).abs().max() < (0.05 if bf16 else 2e-5)
         source = engine_source(actor, strategy.backend.parameter_source(ready), has_adapters=True)
@@ -245,7 +234,7 @@ def test_trainer_and_engine_of_one_process_hold_one_base(checkpoint, bf16):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_write_into_the_shared_base_ends_the_run(checkpoint, part):
-    with make("fake", **settings(checkpoint, 1)) as strategy:
+    with make("fake", **options_of(checkpoint, 1)) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         engine, _ = engine_beside(strategy, ready)
         name = f"model.layers.1.mlp.down_proj.{part}"
@@ -266,7 +255,7 @@ def test_a_write_into_the_shared_base_ends_the_run(checkpoint, part):
 
 
 def test_an_engine_that_computes_with_another_block_ends_the_run(checkpoint):
-    with make("fake", **settings(checkpoint, 1)) as strategy:
+    with make("fake", **options_of(checkpoint, 1)) as strategy:
         ready, _ = trained(strategy, checkpoint, 0)
         engine, _ = engine_beside(strategy, ready)
         layer = quantized_layers(engine.native)["model.layers.0.mlp.up_proj"]
@@ -283,10 +272,8 @@ def test_an_engine_that_computes_with_another_block_ends_the_run(checkpoint):
 def beside_engines(rank, world_size, path):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    with make("fsdp2", **settings(path, world_size)) as strategy:
-        actor = actor_of(path)
-        draw_second_factors(actor)
-        ready = prepared(strategy, actor)
+    with make("fsdp2", **options_of(path, world_size)) as strategy:
+        ready = started(strategy, path)
         engine, model = engine_beside(strategy, ready)
         first = strategy.last_weight_sync
         result = [first.engine_hash, first.num_bytes, engine.score(IDS[0].tolist())]
@@ -319,10 +306,8 @@ def test_packed_bytes_reach_the_engines_of_two_ranks(checkpoint):
     first, second = run_multiprocess(beside_engines, 2, timeout_seconds=300, args=(checkpoint,))
     assert first == second
     engine_hash, sent, scores, sent_later, verified, packed_bytes = first
-    with make("fake", **settings(checkpoint, 1)) as strategy:
-        actor = actor_of(checkpoint)
-        draw_second_factors(actor)
-        ready = prepared(strategy, actor)
+    with make("fake", **options_of(checkpoint, 1)) as strategy:
+        ready = started(strategy, checkpoint)
         engine, _ = engine_beside(strategy, ready)
         assert strategy.last_weight_sync.engine_hash == engine_hash
         assert engine.score(IDS[0].tolist()) == pytest.approx(scores, abs=1e-5)
@@ -338,7 +323,7 @@ def on_two_ranks(rank, world_size, path, folder):
     torch.distributed.init_process_group("gloo")
     results = {}
     for name, changes in (("read", {"meta_init": True}), ("whole", {})):
-        with make("fsdp2", **settings(path, world_size, lora_sync="merged")) as strategy:
+        with make("fsdp2", **options_of(path, world_size, lora_sync="merged")) as strategy:
             ready, norms = trained(strategy, path, rank, **changes)
             assert all(p.to_local().dtype == torch.uint8 for p in packed(ready.model))
             local = sum(p.to_local().nbytes for p in packed(ready.model))
@@ -371,10 +356,8 @@ def test_two_ranks_equal_one_process(checkpoint, tmp_path):
     )
     assert first == second
     assert first["read"] == first["whole"]
-    with make("fake", **settings(checkpoint, 2, micro_train_batch_size=1)) as strategy:
-        actor = actor_of(checkpoint)
-        draw_second_factors(actor)
-        ready = prepared(strategy, actor)
+    with make("fake", **options_of(checkpoint, 2, micro_train_batch_size=1)) as strategy:
+        ready = started(strategy, checkpoint)
         norms = []
         for _ in range(2):
             for rank in range(2):

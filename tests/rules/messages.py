@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from tests.datasets.chat_families import tokenizer_of
 from tests.datasets.row_files import written
-from tests.rules.stages import cells
-from tokenizers.pre_tokenizers import ByteLevel
+from tests.datasets.test_messages import ASK, SAID, tokenizer_of
+from tests.rules import stages
+from tests.rules.stages import OF_ROWS, cells, model_folder
 
 from lightrft.config import TrainConfig
 from lightrft.datasets.types import DataError
@@ -19,21 +19,13 @@ CHATML = """\
 {{- '<call>' + ({'name': k.function.name, 'arguments': k.function.arguments} | tojson) }}\
 {%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-TOKENIZER = tokenizer_of(
-    CHATML,
-    (None, "<|im_end|>"),
-    ("<|im_start|>", "<|im_end|>"),
-    pre_tokenizer=ByteLevel(add_prefix_space=False, use_regex=True),
-)
-ASK = {"role": "user", "content": "Paris?"}
-SAID = {"role": "assistant", "content": "20 degrees."}
+TOKENIZER = tokenizer_of(CHATML)
 WORSE = {"role": "assistant", "content": "Who knows."}
 RESULT = {"role": "tool", "content": "20", "tool_call_id": "call00001"}
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": {"city": "text"}}},
     {"type": "function", "function": {"name": "g", "parameters": {"x": 1, "y": 2}}},
 ]
-OF_ANSWERS = "sft, distill on rows, prefer, reward"
 OF_PROMPTS = "train, eval, distill on samples, environments, tools, data check"
 ENDPOINT = "agents, serve"
 _SCORES = "They read what was sampled as text, behind a prompt that train has rendered."
@@ -51,12 +43,12 @@ def row_of(stage, talk, **columns):
     """A row of a stage that asks what a talk asks, with an answer where the stage has one."""
     if stage in ("prefer", "reward"):
         return {"prompt": talk, "chosen": [SAID], "rejected": [WORSE], **columns}
-    return {"messages": [*talk, SAID] if stage in OF_ANSWERS else talk, **columns}
+    return {"messages": [*talk, SAID] if stage in OF_ROWS else talk, **columns}
 
 
 def config_of(stage, **options):
     """Options of a stage whose prompts, if it samples, are messages."""
-    if stage in OF_ANSWERS:
+    if stage in OF_ROWS:
         return TrainConfig(max_row_tokens=4000, **options)
     episodes = {"environments": {"environment": "e.py:E"}, "tools": {"tools": ("t.py:f",)}}
     asks = {"input_key": "messages", "apply_chat_template": True, "prompt_max_len": 4000}
@@ -65,32 +57,8 @@ def config_of(stage, **options):
 
 def load(stage, path, **options):
     """The texts of all rows as a stage reads them, trained answers included, and its summary."""
-    config = config_of(stage, **options)
-    if stage == "data check":
-        from lightrft.datasets.files import scan_rows
-        from lightrft.tools.data.row_checks import check_prompts
-
-        found = check_prompts(list(scan_rows(path)), TOKENIZER, config)
-        if found.problems:
-            raise DataError(found.problems[0])
-        return [TOKENIZER.decode(row.token_ids) for row in found.made], str(found)
-    if stage not in OF_ANSWERS:
-        from lightrft.datasets import load_prompts
-        from lightrft.rollout.environments.specs import ToolTokenizer
-
-        shown = ToolTokenizer(TOKENIZER, []) if config.has_episodes else TOKENIZER
-        prompts = load_prompts(path, shown, config)
-        for prompt in prompts.prompts:  # what an environment's reset is given
-            assert "None" not in str(prompt.row.get("prompt", ""))
-        return [TOKENIZER.decode(each.token_ids) for each in prompts], prompts.report.summary()
-    from lightrft.datasets.preference_rows import load_preferences
-    from lightrft.datasets.supervised_rows import load_supervised
-    from lightrft.stages.reward.reward_inputs import load_rows
-
-    reader = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
-    data = reader(path, TOKENIZER, config, max_samples=99, split="train")
-    rows = [getattr(each, "rows", (each,))[0] for each in data.rows]
-    return [TOKENIZER.decode(row.token_ids) for row in rows], data.summary
+    rows, summary = stages.load(stage, path, TOKENIZER, config_of(stage, **options))
+    return [TOKENIZER.decode(ids) for ids, _ in rows], summary
 
 
 def read(stage, folder, talk, **columns):
@@ -225,8 +193,6 @@ def unread_names_are_said(stage, tmp_path):
 
 
 def data_check_says_unread_names(tmp_path, capsys):
-    from tests.rules.stages import model_folder
-
     from lightrft.tools.data.data_command import run
 
     model = model_folder(tmp_path, TOKENIZER)
@@ -250,15 +216,11 @@ def unknown_names_of_a_client_are_refused():
 
 
 def marked_turns_are_untrained(stage, tmp_path):
-    from lightrft.datasets.supervised_rows import load_supervised
-
     bad = {"role": "assistant", "content": "bad", "weight": 0}
-    row = {"messages": [ASK, bad, ASK, SAID]}
-    data = load_supervised(
-        written(tmp_path, [row]), TOKENIZER, config_of(stage), max_samples=1, split="train"
-    )
-    trained = TOKENIZER.decode(data.rows[0].token_ids[data.rows[0].is_trained])
-    assert trained == "20 degrees.<|im_end|>"
+    path = written(tmp_path, [{"messages": [ASK, bad, ASK, SAID]}])
+    ((ids, is_trained),), _ = stages.load(stage, path, TOKENIZER, config_of(stage))
+    trained = [token for token, flag in zip(ids, is_trained, strict=True) if flag]
+    assert TOKENIZER.decode(trained) == "20 degrees.<|im_end|>"
 
 
 def a_judged_answer_that_is_marked_untrained_is_refused(stage, tmp_path):
@@ -290,7 +252,7 @@ def a_judgement_that_is_nan_is_no_judgement(stage, tmp_path):
 
 NULLS = cells(
     {
-        f"{OF_ANSWERS}, {OF_PROMPTS}": nulls_of_arrow_are_stripped,
+        f"{OF_ROWS}, {OF_PROMPTS}": nulls_of_arrow_are_stripped,
         "agents": "Its prompts are those of train, and what its program sends is JSON.",
         "serve": "Its requests are JSON, whose objects have no keys of other rows.",
         "judge and reward models": _SCORES,
@@ -299,7 +261,7 @@ NULLS = cells(
 )
 ARGUMENTS = cells(
     {
-        f"{OF_ANSWERS}, train, eval, distill on samples, data check": arguments_are_text_or_object,
+        f"{OF_ROWS}, train, eval, distill on samples, data check": arguments_are_text_or_object,
         "environments, tools": arguments_of_samples_are_an_object,
         ENDPOINT: arguments_of_a_client_are_text,
         "judge and reward models": _SCORES,
@@ -308,7 +270,7 @@ ARGUMENTS = cells(
 )
 BARE_CALLS = cells(
     {
-        f"{OF_ANSWERS}, train, eval, distill on samples, data check": calls_need_no_arguments,
+        f"{OF_ROWS}, train, eval, distill on samples, data check": calls_need_no_arguments,
         "environments, tools": calls_of_rows_and_samples_need_no_arguments,
         ENDPOINT: calls_of_a_client_need_no_arguments,
         "judge and reward models": _SCORES,
@@ -317,7 +279,7 @@ BARE_CALLS = cells(
 )
 PARTS = cells(
     {
-        f"{OF_ANSWERS}, {OF_PROMPTS}": parts_are_joined,
+        f"{OF_ROWS}, {OF_PROMPTS}": parts_are_joined,
         ENDPOINT: parts_of_a_client_are_joined,
         "judge and reward models": _SCORES,
         "rows": _IDS,
@@ -325,7 +287,7 @@ PARTS = cells(
 )
 BEGUN_ANSWERS = cells(
     {
-        f"{OF_ANSWERS}, {OF_PROMPTS}": a_begun_answer_is_refused,
+        f"{OF_ROWS}, {OF_PROMPTS}": a_begun_answer_is_refused,
         ENDPOINT: a_begun_answer_of_a_client_is_refused,
         "judge and reward models": _SCORES,
         "rows": _IDS,
@@ -333,7 +295,7 @@ BEGUN_ANSWERS = cells(
 )
 UNREAD = cells(
     {
-        f"{OF_ANSWERS}, train, eval, distill on samples": unread_names_are_said,
+        f"{OF_ROWS}, train, eval, distill on samples": unread_names_are_said,
         "data check": data_check_says_unread_names,
         ENDPOINT: unknown_names_of_a_client_are_refused,
         "environments, tools": "Their reset is given every column and every key of a row.",

@@ -1,12 +1,11 @@
 """Stages of the table of rules, the kinds of its cells, and what a stage reads of a row."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 from tests.datasets.row_files import written
 
 from lightrft.config import TrainConfig
+from lightrft.datasets.types import DataError
 
 STAGES = (
     "sft",
@@ -55,42 +54,52 @@ def model_folder(folder, tokenizer, **changes):
     return path
 
 
-def read(
-    stage: str, columns: dict[str, object], tokenizer: object, folder: Path, **options: object
-) -> tuple[list[int], list[bool]]:
-    """Token ids of the only row or prompt of a stage, and which of them are trained.
-
-    Args:
-        stage: A stage that reads rows.
-        columns: Columns of the row, as the stage wants them.
-        tokenizer: Tokenizer of the model.
-        folder: An empty folder.
-        options: Options of the run.
-    """
-    path = written(folder, [columns])
-    if stage in ("train", "eval"):
-        from lightrft.datasets import load_prompts
-
-        (prompt,) = load_prompts(path, tokenizer, TrainConfig(**options)).prompts
-        return [*prompt.token_ids], [False] * len(prompt.token_ids)
-    if stage == "data check":
-        from lightrft.datasets.files import scan_rows
-        from lightrft.tools.data.row_checks import check_prompts
-
-        found = check_prompts(list(scan_rows(path)), tokenizer, TrainConfig(**options))
-        assert not found.problems
-        return [*found.made[0].token_ids], [False] * len(found.made[0].token_ids)
+def reader_of(stage):
+    """The function by which a stage on rows reads its file."""
     from lightrft.datasets.preference_rows import load_preferences
     from lightrft.datasets.supervised_rows import load_supervised
     from lightrft.stages.reward.reward_inputs import load_rows
 
-    load = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
-    (item,) = load(
-        path, tokenizer, TrainConfig(**options), max_samples=9, split="train", vocab_size=None
-    ).rows
-    row = getattr(item, "rows", (item,))[0]
-    assert not np.array(row.is_trained[:1]).any()
-    return row.token_ids.tolist(), row.is_trained.tolist()
+    return {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
+
+
+def load(
+    stage: str, path: str, tokenizer: object, config: TrainConfig
+) -> tuple[list[tuple[list[int], list[bool]]], str]:
+    """Read a file as a stage does: of each row token ids and which are trained; and the summary.
+
+    Raises:
+        DataError: The stage does not take a row.
+    """
+    if stage in OF_ROWS:
+        data = reader_of(stage)(path, tokenizer, config, max_samples=99, split="train")
+        rows = [getattr(item, "rows", (item,))[0] for item in data.rows]
+        assert not any(row.is_trained[0] for row in rows)
+        return [(row.token_ids.tolist(), row.is_trained.tolist()) for row in rows], data.summary
+    if stage == "data check":
+        from lightrft.datasets.files import scan_rows
+        from lightrft.tools.data.row_checks import check_prompts
+
+        checked = check_prompts(list(scan_rows(path)), tokenizer, config)
+        if checked.problems:
+            raise DataError(checked.problems[0])
+        prompts, summary = checked.made, str(checked)
+    else:
+        from lightrft.datasets import load_prompts
+        from lightrft.rollout.environments.specs import ToolTokenizer
+
+        shown = ToolTokenizer(tokenizer, []) if config.has_episodes else tokenizer
+        loaded = load_prompts(path, shown, config)
+        prompts, summary = loaded.prompts, loaded.report.summary()
+        for prompt in prompts:  # what an environment's reset is given
+            assert "None" not in str(prompt.row.get("prompt", ""))
+    return [([*each.token_ids], [False] * len(each.token_ids)) for each in prompts], summary
+
+
+def read(stage, columns, tokenizer, folder):
+    """Token ids of the only row or prompt of a stage, and which of them are trained."""
+    (row,), _ = load(stage, written(folder, [columns]), tokenizer, TrainConfig())
+    return row
 
 
 def answered(stage, prompt, answer, **columns):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tests.datasets.row_files import written
-from tests.rules.stages import OF_PROMPTS, OF_ROWS, answered, cells, model_folder, read
+from tests.rules.stages import OF_PROMPTS, OF_ROWS, answered, cells, model_folder, read, reader_of
 
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.datasets.types import DataError
@@ -156,14 +156,10 @@ def options(folder, rows):
 
 
 def long_rows_are_left_out_and_counted(stage, tmp_path):
-    from lightrft.datasets.preference_rows import load_preferences
-    from lightrft.datasets.supervised_rows import load_supervised
-    from lightrft.stages.reward.reward_inputs import load_rows
     from lightrft.stages.rows.row_inputs import read_rows
 
-    load = {"prefer": load_preferences, "reward": load_rows}.get(stage, load_supervised)
     rows = [answered(stage, prompt, "b") for prompt in ("a", BEYOND)]
-    _, data, held_out = read_rows(TrainConfig(**options(tmp_path, rows)), load)
+    _, data, held_out = read_rows(TrainConfig(**options(tmp_path, rows)), reader_of(stage))
     assert (len(data), len(held_out)) == (1, 1)
     assert "dropped 1 over-long (first: " in data.summary
 
