@@ -144,12 +144,12 @@ def test_a_worker_gets_the_secrets_that_are_named_and_the_arguments(file, monkey
         config = TrainConfig(environment_env=names, environment_args={"depth": 5}, **options)
         pool = EnvironmentPool(config)
 
-        def told(number, host):
+        def told(host):
             host.start()
             return host.ask("reset", "0", seconds=60, draws=(0, 0), row={})
 
         try:
-            found.append(pool.begin([0], told)[0].result())
+            found.append(pool.begin(0, told).result())
             assert pool.specs[""].has_reward
         finally:
             pool.close()

@@ -160,7 +160,8 @@ def test_a_failure_on_one_rank_ends_all_of_them_after_the_same_exchange(stage):
 
     def gather(own):
         told.append(own)
-        return [own, (1, "prompt 9: call did not return", ())] if isinstance(own, tuple) else [own]
+        others = [(True, "prompt 9: call did not return", ())] * (own == (True, None, ()))
+        return [own, *others]
 
     played.strategy.session.context.gather_objects = gather
     with pytest.raises(RewardError, match="rank 1: prompt 9: call did not return"):

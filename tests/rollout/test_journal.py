@@ -222,11 +222,10 @@ def test_late_episodes_join_later_rounds_with_the_same_tokens(tmp_path):
     turns, lock_step = (read_journal(each.path).turns for each in (late, prompt))
     assert lock_step[4, 1].round_number == lock_step[5, 1].round_number == 1
     assert turns[4, 1].round_number > turns[5, 2].round_number
-    lines = late.lines.splitlines(keepends=True)
-    text = "".join(lines[: 2 * len(lines) // 3])
+    text = late.lines[: late.lines.rindex('{"event": "round"')]
     again = Played(tmp_path / "again", script, late_join=True, lines=text, **options)
     assert again.ids == late.ids
-    assert 0 < again.num_requests < len(turns) - 3
+    assert again.num_requests < len(turns)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -64,9 +65,10 @@ class Player:
 
     def begin(self, episodes):
         """Futures of episodes, all begun at once."""
-        return self.pool.begin(
-            list(episodes), lambda number, host: self.play(number, episodes[number], host)
-        )
+        return {
+            number: self.pool.begin(number, partial(self.play, number, calls))
+            for number, calls in episodes.items()
+        }
 
     def at_once(self, episodes):
         return {number: future.result() for number, future in self.begin(episodes).items()}

@@ -63,7 +63,7 @@ def test_an_answer_that_grows_slowly_is_whole(tmp_path, monkeypatch):
 
 
 def test_a_request_that_cannot_be_sent_leaves_the_others_alone(agent):
-    task = WorkerTask("lightrft.rollout.agents.agent_worker", "load_agents", (agent,))
+    task = WorkerTask("lightrft.rollout.agents.agent_worker", "load_agents", (agent, ""))
     worker = SharedWorker(task)
     worker.start()
     limit = seconds(1.0)

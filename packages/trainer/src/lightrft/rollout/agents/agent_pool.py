@@ -154,13 +154,14 @@ class AgentPool:
 def _function(config: ScoringOptions) -> tuple[str, WorkerTask]:
     """Return name and task of workers that host a function."""
     agent, place = absolute_reference(str(config.agent), "agent", AGENT_KINDS)
-    passed = config.environment_env
-    if split_kind(agent, AGENT_KINDS)[0] is not None:
-        arguments = (agent, config.sandbox)
-        return agent, WorkerTask(_WORKER, "load_kind", arguments, passed_variables=passed)
-    name = agent.rpartition(":")[2]
-    task = WorkerTask(_WORKER, "load_agents", (agent,), shown_file=place, passed_variables=passed)
-    return name, task
+    is_kind = split_kind(agent, AGENT_KINDS)[0] is not None
+    return agent if is_kind else agent.rpartition(":")[2], WorkerTask(
+        _WORKER,
+        "load_agents",
+        (agent, config.sandbox),
+        passed_variables=config.environment_env,
+        shown_file=None if is_kind else place,
+    )
 
 
 def _program(config: ScoringOptions) -> tuple[str, WorkerTask]:

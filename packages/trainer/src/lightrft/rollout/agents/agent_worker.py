@@ -23,33 +23,23 @@ MAX_OPEN_FILES = 1 << 16
 Agent = Callable[[str, str, dict[str, object]], object]
 
 
-def load_agents(agent: str) -> HostedAgents:
-    """Return the handler for agents that a user's function implements.
+def load_agents(agent: str, sandbox: str) -> HostedAgents:
+    """Return the handler for agents that a function implements.
 
     Args:
-        agent: Import string of `run(base_url, api_key, row)`.
-
-    Raises:
-        ReportedError: The function does not exist.
-    """
-    function = load_user_code(agent, "agent")
-    _check_signature(agent, function)
-    return HostedAgents(cast("Agent", function))
-
-
-def load_kind(agent: str, sandbox: str) -> HostedAgents:
-    """Return the handler for agents of a registered kind.
-
-    Args:
-        agent: `KIND:WHAT`.
-        sandbox: Kind of the sandbox for the model's programs.
+        agent: Import string of a user's `run(base_url, api_key, row)`, or `KIND:WHAT`.
+        sandbox: Kind of the sandbox for programs of the model, for agents of a kind.
 
     Raises:
         ReportedError: The agent does not exist or cannot run here.
     """
     kind, what = split_kind(agent, AGENT_KINDS)
-    make = cast("Callable[[str, str], Agent]", AGENT_KINDS.load(str(kind)))
-    return HostedAgents(make(what, sandbox))
+    if kind is not None:
+        make = cast("Callable[[str, str], Agent]", AGENT_KINDS.load(kind))
+        return HostedAgents(make(what, sandbox))
+    function = load_user_code(agent, "agent")
+    _check_signature(agent, function)
+    return HostedAgents(cast("Agent", function))
 
 
 class HostedAgents(HostedEpisodes):

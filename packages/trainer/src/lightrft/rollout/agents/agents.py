@@ -176,19 +176,18 @@ class AgentSource:
         return episodes
 
     def _begin(self, requests: SampleRequests) -> list[AgentEpisode]:
-        params, episodes = requests.params, list[AgentEpisode]()
-        for prompt, request_id, group_id, index in requests.begin():
-            episodes.append(
-                AgentEpisode(
-                    number=len(episodes),
-                    prompt=prompt,
-                    group_id=group_id,
-                    sample_id=group_id * params.n + index,
-                    row=task_seeds(params, request_id, index) | shown_row(prompt),
-                    talk=Conversations(self._agents.chat, request_id * params.n + index),
-                )
+        params = requests.params
+        return [
+            AgentEpisode(
+                number=number,
+                prompt=prompt,
+                group_id=group_id,
+                sample_id=group_id * params.n + index,
+                row=task_seeds(params, request_id, index) | shown_row(prompt),
+                talk=Conversations(self._agents.chat, request_id * params.n + index),
             )
-        return episodes
+            for number, (prompt, request_id, group_id, index) in enumerate(requests.begin())
+        ]
 
     def _open_journal(
         self, requests: SampleRequests, episodes: Sequence[AgentEpisode]

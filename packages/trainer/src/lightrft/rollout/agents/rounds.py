@@ -42,12 +42,13 @@ Sample = Callable[[SamplingParams, list[GenerationRequest]], list[Completion]]
 
 
 class SamplingRule(Protocol):
-    """Rule for the sampling options of a call."""
+    """Rule for the sampling options of a call.
 
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of an answer."""
-        ...
+    Attributes:
+        defaults: Parameters that a client does not change.
+    """
+
+    defaults: SamplingParams
 
     def params(self, options: CallOptions) -> SamplingParams:
         """Return the parameters of one sample.
@@ -63,30 +64,26 @@ class RunSampling:
     """Rule by which the run's options win, because training depends on them.
 
     Args:
-        own: Sampling parameters of the run.
+        defaults: Sampling parameters of the run.
         takes_stops: Whether clients may set stop strings.
         differences: Ignored requests of clients by option; each is reported once.
     """
 
-    own: SamplingParams
+    defaults: SamplingParams
     takes_stops: bool = True
     differences: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of an answer."""
-        return self.own.max_tokens
 
     def params(self, options: CallOptions) -> SamplingParams:
         """Return the run's parameters with the client's stop strings."""
         if options.stop and not self.takes_stops:
             raise refused("stop is not supported by an engine of several ranks", "stop")
-        known = vars_of(self.own)
+        names = "temperature", "top_p", "top_k", "min_p"
+        known = dict(zip(names, self.defaults.distribution, strict=True))
         for name, value in options.sampling.items():
             # A seed only distinguishes equal calls, see `CallOptions.mark`.
             if name != "seed" and value != known[name]:
                 self.differences.setdefault(name, f"{name} {known[name]:g} instead of {value:g}")
-        return replace(self.own, n=1, stop=(*self.own.stop, *options.stop))
+        return replace(self.defaults, n=1, stop=(*self.defaults.stop, *options.stop))
 
 
 @dataclass(slots=True)
@@ -99,11 +96,6 @@ class ClientSampling:
 
     defaults: SamplingParams
 
-    @property
-    def max_tokens(self) -> int:
-        """Maximum number of tokens of an answer."""
-        return self.defaults.max_tokens
-
     def params(self, options: CallOptions) -> SamplingParams:
         """Return the defaults with the client's options."""
         values = dict(options.sampling)
@@ -113,11 +105,6 @@ class ClientSampling:
             return replace(self.defaults, n=1, stop=stop, **whole, **values)  # type: ignore[arg-type]
         except ValueError as error:
             raise HttpError(400, str(error), code="invalid_sampling") from error
-
-
-def vars_of(params: SamplingParams) -> dict[str, float]:
-    """Return the sampling distribution by option name."""
-    return dict(zip(("temperature", "top_p", "top_k", "min_p"), params.distribution, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +159,9 @@ class AnswerRules:
             encoder.forget(num_kept)
             raise
         talk.pixel_bytes += encoder.bytes_since(num_kept)
-        room = self.max_tokens - len(turns[0].context)
+        most = min(self.sampling.defaults.max_tokens, self.max_tokens - len(turns[0].context))
         for turn in turns:
-            wanted = turn.max_tokens or self.sampling.max_tokens
-            turn.max_tokens = min(wanted, self.sampling.max_tokens, room)
+            turn.max_tokens = min(turn.max_tokens or most, most)
         episode.num_calls = after
         return turns
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 from lightrft.engines.ledger import hash_context
@@ -178,17 +179,14 @@ class EpisodeBatch:
 
     def begin(self, episodes: Sequence[Episode], work: Work) -> None:
         """Begin work on episodes on their hosts; `collect` waits for it."""
-        by_number = {episode.number: episode for episode in episodes}
+        for episode in episodes:
+            episode.work = self.pool.begin(episode.number, partial(self._work, work, episode))
 
-        def on_host(number: int, host: Host) -> None:
-            episode = by_number[number]
-            known = self.journal.recorded.failures.get((episode.sample_id, episode.num_turns))
-            if known is not None and self._masks_failures:
-                raise EpisodeError(known)  # a repeated deadline could end otherwise
-            work(episode, host)
-
-        for number, future in self.pool.begin(list(by_number), on_host).items():
-            by_number[number].work = future
+    def _work(self, work: Work, episode: Episode, host: Host) -> None:
+        known = self.journal.recorded.failures.get((episode.sample_id, episode.num_turns))
+        if known is not None and self._masks_failures:
+            raise EpisodeError(known)  # a repeated deadline could end otherwise
+        work(episode, host)
 
     def collect(self, must_wait: Callable[[], bool] = lambda: True) -> None:
         """Wait for work on hosts.
@@ -282,7 +280,7 @@ class EpisodeBatch:
     ) -> AnsweredCall:
         """Make one call; return its answer, never raise an exception of the tool."""
         try:
-            arguments = check_call(call, episode.environment.functions)
+            arguments = check_call(call, episode.environment.spec.functions)
         except MalformedCallError as error:
             return AnsweredCall("", {}, "malformed", as_error(str(error)))
         limit, num_made = self.parts.config.max_tool_calls, len(episode.made_calls)
@@ -344,7 +342,7 @@ class EpisodeBatch:
         unpaid = [e for e in self.episodes if e.failure is None and e.reward is None]
         self.each(unpaid, self.reward)
         # If closing fails, the episode keeps its reward.
-        wait(self.pool.forget([episode.number for episode in self.episodes]))
+        wait([self.pool.forget(episode.number) for episode in self.episodes])
         self.is_open_anywhere()
         for episode in self.episodes:
             self.journal.end(episode.sample_id, episode.result, episode.failure)

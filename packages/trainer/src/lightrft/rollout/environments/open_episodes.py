@@ -104,7 +104,7 @@ class OpenEpisodes:
         lost = [self._forget(each) for each in self._hosted.keys() - known]
         for episode in lost:
             episode.settle()
-        wait(self._source.pool.forget([episode.number for episode in lost]))
+        wait([self._source.pool.forget(episode.number) for episode in lost])
 
     def _forget(self, sample_id: int) -> Episode:
         self._ledger.entries.pop(sample_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
@@ -163,29 +163,26 @@ class EnvironmentPool:
             ThreadPoolExecutor(num_threads, thread_name_prefix="environment") for _ in self._workers
         ]
 
-    def begin(
-        self, numbers: Sequence[int], work: Callable[[int, Host], Result]
-    ) -> dict[int, Future[Result | EpisodeError]]:
-        """Start `work(number, host)` for each number, on all hosts at once.
+    def begin(self, number: int, work: Callable[[Host], Result]) -> Future[Result | EpisodeError]:
+        """Start `work(host)` on the host of the episode with this number.
 
         Episodes of one host take turns, unless there are coroutines. Work is restarted if another
         operation ended its worker. An EpisodeError is a result; others are raised.
         """
+        place = number % len(self._workers)
+        workers = self._workers[place]
 
-        def serve(number: int) -> Result | EpisodeError:
+        def serve() -> Result | EpisodeError:
             try:
-                workers = self._workers[number % size]
-                return workers.attempt(lambda: work(number, Host(workers, seconds, self.stateless)))
+                return workers.attempt(lambda: work(Host(workers, self._seconds, self.stateless)))
             except EpisodeError as error:
                 return error
 
-        size, seconds = len(self._workers), self._seconds
-        return {number: self._threads[number % size].submit(serve, number) for number in numbers}
+        return self._threads[place].submit(serve)
 
-    def forget(self, numbers: Sequence[int]) -> list[Future[EpisodeError | None]]:
-        """Close episodes that the workers still have."""
-        begun = self.begin(numbers, lambda number, host: host.forget(str(number)))
-        return list(begun.values())
+    def forget(self, number: int) -> Future[EpisodeError | None]:
+        """Close an episode if a worker still has it."""
+        return self.begin(number, lambda host: host.forget(str(number)))
 
     def close(self) -> None:
         """End the workers; may be called twice."""

@@ -83,13 +83,11 @@ class RowEnvironment:
 
     Args:
         spec: Specification of its class.
-        functions: Schema of each tool by its name.
         parse: Parser of calls.
         tokenizer: Tokenizer that shows its tools.
     """
 
     spec: EnvironmentSpec
-    functions: Mapping[str, Schema]
     parse: CallParser
     tokenizer: ToolTokenizer
 
@@ -124,7 +122,6 @@ class EnvironmentSpecs:
         self._by_name = {
             name: RowEnvironment(
                 spec,
-                spec.functions,
                 whole_turn
                 if spec.answers_turns
                 else choose_parser(tool_parser, tokenizer, spec.schemas),

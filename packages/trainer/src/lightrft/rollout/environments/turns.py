@@ -56,10 +56,6 @@ class Observations:
         """Return the limit of a turn: `max_tokens`, or what the episode has left."""
         return max(1, min(max_tokens, self.config.max_episode_tokens - context_length))
 
-    def has_room(self, turn: Sequence[int], context_length: int, count: int) -> bool:
-        """Return whether `count` answers would fit."""
-        return self._room(turn, context_length, count) >= MIN_OBSERVATION_TOKENS * count
-
     def after(
         self, turn: Sequence[int], context_length: int, answers: Sequence[str | Content]
     ) -> Rendered | None:
@@ -279,8 +275,8 @@ class Turns(Observations):
             return False
         if episode.num_turns >= self.config.max_turns:
             return False
-        size = len(episode.context)
-        return self.has_room(turn.output_token_ids, size, count)
+        room = self._room(turn.output_token_ids, len(episode.context), count)
+        return room >= MIN_OBSERVATION_TOKENS * count
 
     def _calls(self, episode: Episode, turn: Completion) -> tuple[list[ToolCall], str | None]:
         """Return the calls in a turn, or what is wrong with them."""
