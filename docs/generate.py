@@ -67,7 +67,8 @@ def configuration() -> str:
         "of `lightrft sft` and others that train on rows, under Preference of `lightrft prefer`): "
         "`--name value`, and `--no_name` for booleans. It is also a key of a TOML file "
         "(`--config run.toml`) and a field of `lightrft.config.TrainConfig`. "
-        "Later files win over earlier ones, flags over files. Unknown names and wrong values are "
+        "Later files win over earlier ones, flags over files; a flag of several values may be "
+        "repeated. Unknown names and wrong values are "
         "errors, all reported at once; options that do not act in the run are listed at the start, "
         "or refused with `--strict`.",
         "",

@@ -38,6 +38,15 @@ def test_engine_options_may_come_one_by_one():
     assert config.engine_args == {"a": 1, "b": "x", "c": 2.5}
 
 
+def test_flags_of_several_values_may_be_repeated():
+    line = (
+        "--reward_fn a b --reward_fn=c --adam_betas 0 0 --adam_betas 0.8 0.9 --config x --config y"
+    )
+    assert build_parser().parse_args(line.split()).config == ["x", "y"]
+    config, _ = parse(line)
+    assert (config.reward_fn, config.adam_betas) == (("a", "b", "c"), (0.8, 0.9))
+
+
 def test_hyphens_and_equals_signs_are_the_same_flag():
     config, problems = parse("--reward-fn a-b.py:f --output-dir=some-where=x --top-k -1")
     assert problems == []

@@ -149,6 +149,8 @@ def _add_flag(
     if shape.form == "values":
         # A program's parser accepts an empty list, too.
         counts["nargs"] = shape.count if as_text or shape.count != "+" else "*"
+        if as_text and shape.count == "+":
+            counts["action"] = "extend"
     elif shape.form == "value or switch":
         counts |= {"nargs": "?", "const": True}
     if not as_text:

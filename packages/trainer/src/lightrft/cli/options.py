@@ -128,7 +128,12 @@ def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None =
     """
     if "--config" not in parser._option_string_actions:
         parser.add_argument(
-            "--config", nargs="+", default=[], metavar="FILE.toml", help="Files with options."
+            "--config",
+            action="extend",
+            nargs="+",
+            default=[],
+            metavar="FILE.toml",
+            help="Files with options.",
         )
     chosen = available_options() if names is None else names
     add_arguments(parser, config_type=TrainConfig, names=chosen, as_text=True)
