@@ -39,7 +39,7 @@ def test_both_parsers_have_the_same_options_and_read_the_same_values():
     library, command = argparse.ArgumentParser(), argparse.ArgumentParser()
     names = set(available_options())
     add_arguments(library, config_type=TrainConfig, names=names)
-    add_options(command)
+    add_options(command, available_options())
 
     def flags(parser):
         # argparse has no public list of its options.

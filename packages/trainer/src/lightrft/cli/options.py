@@ -119,26 +119,19 @@ def available_options(command: str = "train") -> dict[str, OptionInfo]:
     return {n: options[n][1] for n in options if n in taken and n not in UNAVAILABLE}
 
 
-def add_options(parser: argparse.ArgumentParser, names: Collection[str] | None = None) -> None:
-    """Add --config and one flag for every option; flags that are not set leave no trace.
-
-    Args:
-        parser: Parser that gets the flags.
-        names: Options to add; None adds all.
-    """
-    if "--config" not in parser._option_string_actions:
-        parser.add_argument(
-            "--config",
-            action="extend",
-            nargs="+",
-            default=[],
-            metavar="FILE.toml",
-            help="Files with options.",
-        )
-    chosen = available_options() if names is None else names
-    add_arguments(parser, config_type=TrainConfig, names=chosen, as_text=True)
+def add_options(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add --config and the flags of options; flags that are not set leave no trace."""
+    parser.add_argument(
+        "--config",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="FILE.toml",
+        help="Files with options.",
+    )
+    add_arguments(parser, config_type=TrainConfig, names=names, as_text=True)
     for name, (option, _) in SWITCHES.items():
-        if option in chosen:
+        if option in names:
             parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
 
 

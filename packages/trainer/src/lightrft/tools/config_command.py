@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
 def build_parsers() -> list[Parser]:
     """Return the parsers of the actions."""
     show_parser = parser_of("config show", takes_options=True)
-    add_options(show_parser)
+    add_options(show_parser, available_options())
     return [show_parser, parser_of("config translate")]
 
 
@@ -45,8 +45,7 @@ def show(argv: Sequence[str]) -> str:
     refuse(problems, ConfigError)
     config = config.overlapped(processes or 1)
     values = without_secrets(config)
-    lines: list[str] = []
-    group = ""
+    lines, group = list[str](), ""
     for name, info in available_options("config").items():
         is_changed = config.__dict__[name] != TrainConfig.__dataclass_fields__[name].default
         if info.secret or (parsed.changed and not is_changed):
@@ -57,8 +56,7 @@ def show(argv: Sequence[str]) -> str:
         if values[name] is None:
             lines.append(f"# {name} is unset")
             continue
-        mark = "  # changed" if is_changed else ""
-        lines.append(f"{name} = {format_toml(values[name])}{mark}")
+        lines.append(f"{name} = {format_toml(values[name])}" + "  # changed" * is_changed)
     return "\n".join(lines).strip()
 
 
