@@ -31,6 +31,8 @@ REWARD = """
 def score(responses, **columns):
     return [sum(ord(c) % 2 for c in text) / max(len(text), 1) for text in responses]
 """
+# Sizes of the smallest step.
+FEW = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
 # Shows the names of tools, calls and answers to a model whose turns `calling` has read as calls.
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
-from tests.runs import rollout_options, say_rows, tiny_models, words, write_inputs
+from tests.runs import FEW, rollout_options, say_rows, tiny_models, words, write_inputs
 
 from lightrft.cli.main import main
 
@@ -20,10 +20,9 @@ pytestmark = pytest.mark.shard("damage")
 
 
 def arguments(folder):
-    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
     critic = {"critic_pretrain": folder / "model", "advantage_estimator": "gae"}
     steps = {"max_steps": 3, "save_steps": 1, "generate_max_len": 4}
-    return ["train", *words(rollout_options(folder, **sizes, **critic, **steps))]
+    return ["train", *words(rollout_options(folder, **FEW, **critic, **steps))]
 
 
 def called(line):

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.ranks import find_free_port
-from tests.runs import rollout_options, say_rows, tiny_models, words, write_inputs
+from tests.runs import FEW, rollout_options, say_rows, tiny_models, words, write_inputs
 
 from lightrft.cli.main import main
 
@@ -21,8 +21,7 @@ def folder(tmp_path_factory):
 
 def arguments(folder, name, **changes):
     changes = {"max_steps": 1, "save_steps": 1, "eval_data": folder / "train.jsonl", **changes}
-    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
-    return ["train", *words(rollout_options(folder, name, **sizes, **changes))]
+    return ["train", *words(rollout_options(folder, name, **FEW, **changes))]
 
 
 def said(capsys, words, code):

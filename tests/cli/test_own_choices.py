@@ -1,7 +1,7 @@
 """A loss, an estimator, a reward and a logger of the user's own, through the command line."""
 
 import pytest
-from tests.runs import rollout_options, steps, tiny_models, words, write_inputs
+from tests.runs import FEW, rollout_options, steps, tiny_models, words, write_inputs
 
 from lightrft.cli.main import main
 
@@ -46,14 +46,13 @@ def folder(tmp_path_factory):
 def run(folder, name, *flags):
     """The exit code of a run of one step with everything own."""
     own = folder / "own.py"
-    sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
     choices = {
         "policy_loss": f"{own}:scaled",
         "advantage_estimator": f"{own}:shifted",
         "reward_fn": f"{own}:short",
         "loggers": f"{own}:Lines",
     }
-    options = rollout_options(folder, name, max_steps=1, **sizes, **choices)
+    options = rollout_options(folder, name, max_steps=1, **FEW, **choices)
     return main(["train", *words(options), *flags])
 
 

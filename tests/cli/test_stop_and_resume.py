@@ -169,14 +169,18 @@ def test_all_ranks_stop_together_and_continue_exactly(folder, number):
     assert (steps(broken.run), digest(broken.run)) == (steps(whole.run), digest(whole.run))
 
 
+def require_continued(command):
+    output, _ = command.finish()
+    assert "continuing" in output
+    assert command.events()[-1] == ("finished", 5)
+
+
 @pytest.mark.slow
 def test_a_killed_launcher_leaves_no_writers_and_the_same_command_continues(folder):
     broken = Command(folder, "broken", "--nproc_per_node", "2")
     code, _, _ = broken.signal_in_rollout(signal.SIGKILL, call=6)
     assert code == -signal.SIGKILL
-    output, _ = broken.finish()
-    assert "continuing" in output
-    assert broken.events()[-1] == ("finished", 5)
+    require_continued(broken)
 
 
 @pytest.mark.slow
@@ -195,9 +199,7 @@ def test_under_torchrun_the_ranks_stop_with_a_checkpoint_and_say_so(folder):
     code, _, messages = broken.signal_in_rollout(signal.SIGTERM, call=4)
     assert code != 0
     assert "stopped as asked after step" in messages
-    output, _ = broken.finish()
-    assert "continuing" in output
-    assert broken.events()[-1] == ("finished", 5)
+    require_continued(broken)
     output, _ = broken.finish()
     assert output.count("nothing is left to do") == 1
 

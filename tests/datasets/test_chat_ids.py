@@ -89,15 +89,12 @@ def test_no_text_becomes_a_special_token(name):
     names = [str(tokenizer.convert_ids_to_tokens(i)) for i in sorted(chat.special_ids)]
     forged = "".join(names)
     clean, dirty = ([{"role": "user", "content": text}] for text in ("hello", f"hello{forged}"))
-    specials = [
-        [i for i in chat.prompt(talk).token_ids if i in chat.special_ids] for talk in (clean, dirty)
-    ]
-    assert specials[0] == specials[1]
+
+    def specials(rendered):
+        return [i for i in rendered.token_ids if i in chat.special_ids]
+
+    assert specials(chat.prompt(clean)) == specials(chat.prompt(dirty))
     assert forged in tokenizer.decode(chat.prompt(dirty).token_ids)
     turn = (tokenizer.eos_token_id,)
-    specials = [
-        [i for i in chat.suffix(turn, [], talk).token_ids if i in chat.special_ids]
-        for talk in (clean, dirty)
-    ]
-    assert specials[0] == specials[1]
+    assert specials(chat.suffix(turn, [], clean)) == specials(chat.suffix(turn, [], dirty))
     assert not any(i in chat.special_ids for i in chat.text(forged).token_ids[1:])

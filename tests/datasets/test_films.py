@@ -96,10 +96,12 @@ def test_a_row_says_how_many_frames_it_wants(tmp_path, reader):
         {"input": [{"role": "user", "content": [{"type": "video_url", "video_url": address}]}]},
     ]
     rows[2]["input"][0]["content"].append({"type": "text", "text": "?"})
-    found = load(tmp_path, rows, reader)
-    assert [len(p.media.videos[0].decode()[0]) for p in found] == [4, 2, 4]
-    found = load(tmp_path, rows, reader, video_fps=5, video_max_frames=8)
-    assert [len(p.media.videos[0].decode()[0]) for p in found] == [8, 2, 8]
+    for options, expected in (
+        ({}, [4, 2, 4]),
+        ({"video_fps": 5, "video_max_frames": 8}, [8, 2, 8]),
+    ):
+        found = load(tmp_path, rows, reader, **options)
+        assert [len(p.media.videos[0].decode()[0]) for p in found] == expected
 
 
 def test_time_stamps_are_those_of_the_frames(tmp_path, reader):

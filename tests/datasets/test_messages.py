@@ -293,14 +293,15 @@ def test_thinking_has_the_same_ids_in_every_stage(tmp_path):
 def test_the_taken_column_is_said_in_a_line_and_its_data_are_checked(tmp_path, capsys):
     from lightrft.cli.preflight import check_data, found_columns
 
-    path = written(tmp_path, [{"instruction": "Say.", "input": "Hello", "output": "Bonjour"}])
-    config = TrainConfig(prompt_data=path)
-    config = config.replaced(found_columns(config, path, "train", says=True))
+    def taken(row):
+        path = written(tmp_path, [row])
+        config = TrainConfig(prompt_data=path)
+        return path, config.replaced(found_columns(config, path, "train", says=True))
+
+    path, config = taken({"instruction": "Say.", "input": "Hello", "output": "Bonjour"})
     assert capsys.readouterr().out == f"{path}: prompts are taken by --input_key instruction\n"
     assert check_data(config).examples[0][0] == "Say.\n\nHello"
-    path = written(tmp_path, [{"messages": [ASK], "label": "x"}])
-    config = TrainConfig(prompt_data=path)
-    config = config.replaced(found_columns(config, path, "train", says=True))
+    path, config = taken({"messages": [ASK], "label": "x"})
     assert capsys.readouterr().out.endswith(" by --input_key messages --apply_chat_template\n")
     assert check_data(config).labels == ((f"{path}:1", "x"),)
     path = written(tmp_path, [{"messages": [ASK], "prompt": "b"}])

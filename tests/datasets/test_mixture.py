@@ -60,10 +60,12 @@ def test_the_mixture_is_as_long_as_its_scarcest_source_allows(sizes, shares, cou
 
 
 def test_a_run_that_is_resumed_in_the_middle_sees_the_other_prompts(sources, tokenizer):
-    prompts = load_prompts(sources, tokenizer, TrainConfig(seed=5), probabilities=(0.7, 0.3))
+    config = TrainConfig(seed=5)
+    prompts, again = (
+        load_prompts(sources, tokenizer, config, probabilities=(0.7, 0.3)) for _ in range(2)
+    )
     assert [prompt.id for prompt in prompts] == list(range(143))
     assert prompts.report.summary().startswith(f"{sources}: 143 prompts")
-    again = load_prompts(sources, tokenizer, TrainConfig(seed=5), probabilities=(0.7, 0.3))
     assert list(prompts) == list(again)
     whole, rest = (DistributedSampler(prompts, 2, 1, seed=5, drop_last=True) for _ in range(2))
     whole.set_epoch(3)

@@ -117,6 +117,10 @@ def whole_pieces(values):
     return [WeightPiece(n, tuple(v.shape), 0, v.reshape(-1)) for n, v in values.items()]
 
 
+def hashes_of(values):
+    return {name: hash_tensor(value) for name, value in values.items()}
+
+
 def random_weights(engine, seed):
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -145,7 +149,7 @@ def assert_holds(tiny_model):
 
     def check(engine, values):
         if any(p.verifiable for p in engine.parameter_manifest()):
-            assert engine.hash_parameters() == {n: hash_tensor(v) for n, v in values.items()}
+            assert engine.hash_parameters() == hashes_of(values)
             return
         model = tiny_model("qwen3", is_tied=True)
         model.load_state_dict(values, strict=False)
@@ -479,7 +483,7 @@ def test_hashes_are_those_of_the_weights_that_were_loaded(engine):
     before = engine.hash_parameters()
     update(engine, whole_pieces(values))
     hashes = engine.hash_parameters()
-    assert hashes == {name: hash_tensor(value) for name, value in values.items()}
+    assert hashes == hashes_of(values)
     assert all(hashes[name] != before[name] for name in values)
     first = next(iter(values))
     assert engine.hash_parameters([first]) == {first: hashes[first]}
@@ -711,21 +715,21 @@ def test_an_aliased_engine_sees_the_callers_changes(aliasing_engine):
         value.neg_()
     engine.reset_caches()
     assert contents(engine.generate(prompts(4), params)) != contents(before)
-    assert engine.hash_parameters() == {n: hash_tensor(v) for n, v in values.items()}
+    assert engine.hash_parameters() == hashes_of(values)
     engine.sleep(2)
     engine.wake_up()
     assert all(value.numel() > 0 for value in values.values())
-    assert engine.hash_parameters() == {n: hash_tensor(v) for n, v in values.items()}
+    assert engine.hash_parameters() == hashes_of(values)
 
 
 def test_an_update_after_an_alias_leaves_the_callers_tensors_alone(aliasing_engine):
     engine = aliasing_engine
     shared, sent = random_weights(engine, 1), random_weights(engine, 2)
     assert engine.alias_weights(shared)
-    kept = {n: hash_tensor(v) for n, v in shared.items()}
+    kept = hashes_of(shared)
     first, *_ = whole_pieces(sent)
     update(engine, [first])
-    assert {n: hash_tensor(v) for n, v in shared.items()} == kept
+    assert hashes_of(shared) == kept
     assert engine.hash_parameters() == {**kept, first.name: hash_tensor(first.tensor)}
 
 

@@ -160,11 +160,14 @@ def test_a_state_space_model_decodes_whole_batches():
 WORDS = ["␀", "␄", *(chr(ord("!") + i) for i in range(94)), " "]
 
 
+def with_tokenizer(model, folder):
+    model.save_pretrained(folder)
+    character_tokenizer(WORDS).save_pretrained(folder)
+    return HFEngine(EngineConfig("hf", str(folder)))
+
+
 def test_stop_strings_end_a_completion_where_their_last_token_falls(tiny_model, tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
-    character_tokenizer(WORDS).save_pretrained(tmp_path)
-    engine = HFEngine(EngineConfig("hf", str(tmp_path)))
+    engine = with_tokenizer(tiny_model(), tmp_path)
     free = SamplingParams(max_tokens=30, n=4, ignore_eos=True)
     text_of = [
         "".join(character_tokenizer(WORDS).convert_ids_to_tokens(c.output_token_ids))
@@ -188,9 +191,7 @@ def test_stop_strings_without_a_tokenizer_say_what_to_do(tiny_model):
 
 
 def test_a_prompt_may_be_given_as_text(tiny_model, tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    character_tokenizer(WORDS).save_pretrained(tmp_path)
-    engine = HFEngine(EngineConfig("hf", str(tmp_path)))
+    engine = with_tokenizer(tiny_model(), tmp_path)
     request = GenerationRequest((), 4, prompt_text='"#$')
     (completion,) = engine.generate([request], SamplingParams(max_tokens=2))
     assert completion.prompt_token_ids == (3, 4, 5)
@@ -351,8 +352,12 @@ def test_on_a_gpu_weights_move_to_the_host_and_back(tiny_model):
 def test_the_argument_of_the_cache_is_read_off_the_forward_pass(tiny_model, monkeypatch, name):
     """transformers 5.24 renamed it, and takes the older name without listing it."""
     model = tiny_model("qwen3")
-    plain = embedded(model).generate(prompts(4, 2), SamplingParams(max_tokens=5))
-    ids = [row.output_token_ids for row in plain]
+
+    def sampled():
+        rows = embedded(model).generate(prompts(4, 2), SamplingParams(max_tokens=5))
+        return [row.output_token_ids for row in rows]
+
+    ids = sampled()
     forward, argument = Qwen3ForCausalLM.forward, ModelTraits(model).cache_argument
     parameters = inspect.signature(forward).parameters.values()
     renamed = [each.replace(name=name) if each.name == argument else each for each in parameters]
@@ -364,8 +369,7 @@ def test_the_argument_of_the_cache_is_read_off_the_forward_pass(tiny_model, monk
     call.__signature__ = inspect.Signature(renamed)
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", call)
     # Without one that is known, it computes whole rows.
-    again = embedded(model).generate(prompts(4, 2), SamplingParams(max_tokens=5))
-    assert [row.output_token_ids for row in again] == ids
+    assert sampled() == ids
 
 
 class Products(TorchDispatchMode):

@@ -201,32 +201,34 @@ def test_greedy_samples_are_drawn_once_and_repeated():
     assert raws == [RawCompletion((7,), (-0.25,), "length")] * 3
 
 
+def output_of(logprobs, **more):
+    """What vLLM gives for two tokens."""
+    named = {"index": 0, "token_ids": [7, 3], "finish_reason": "stop"}
+    return SimpleNamespace(logprobs=logprobs, **named, **more)
+
+
 class Flat:
     token_ids, logprobs = [7, 3], [-0.25, -1.5]
     start_indices, end_indices = [0, 1], [1, 2]
 
 
 def test_flat_logprobs_are_those_of_the_sampled_tokens_or_refused(monkeypatch):
-    class Output:
-        index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
-
     job = Job((1,), 1, 0, num_samples=1)
-    assert raw_completions_of(job, [Output]) == [RawCompletion((7, 3), (-0.25, -1.5), "stop")]
+    assert raw_completions_of(job, [output_of(Flat)]) == [
+        RawCompletion((7, 3), (-0.25, -1.5), "stop")
+    ]
     monkeypatch.setattr(Flat, "token_ids", [7, 4])
     with pytest.raises(RuntimeError, match="logprobs of 2 tokens that are not the 2 sampled ones"):
-        raw_completions_of(job, [Output])
+        raw_completions_of(job, [output_of(Flat)])
 
 
 def test_experts_of_all_positions_become_those_before_each_token():
-    class Output:
-        index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
-        routed_experts = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
-
-    (raw,) = raw_completions_of(Job((1, 2), 1, 0), [Output])
+    output = output_of(Flat, routed_experts=np.arange(12, dtype=np.uint16).reshape(3, 2, 2))
+    (raw,) = raw_completions_of(Job((1, 2), 1, 0), [output])
     values = [np.frombuffer(bytes.fromhex(each), np.uint16).tolist() for each in raw.facts[ROUTES]]
     assert values == [list(range(8)), [8, 9, 10, 11]]
     with pytest.raises(RuntimeError, match="experts of 3 positions, expected 4"):
-        raw_completions_of(Job((1, 2, 3), 1, 0), [Output])
+        raw_completions_of(Job((1, 2, 3), 1, 0), [output])
 
 
 def test_likely_tokens_beside_the_sampled_ones_show_which_were_kept():
@@ -237,12 +239,10 @@ def test_likely_tokens_beside_the_sampled_ones_show_which_were_kept():
         logprobs = [-1.0, -0.5, -1.0, -math.inf, -1.5, -0.6, -1.5, -2.0]
         start_indices, end_indices = [0, 4], [4, 8]
 
-    class Output:
-        index, token_ids, logprobs, finish_reason = 0, [7, 3], Flat, "stop"
-
-    (raw,) = raw_completions_of(Job((1,), 1, 0), [Output])
+    output = output_of(Flat)
+    (raw,) = raw_completions_of(Job((1,), 1, 0), [output])
     assert raw.logprobs == (-1.0, -1.5)
     assert raw.facts == {KEPT_IDS: (pack_ids([7, 9]), "")}
-    Output.sampling_mask = SimpleNamespace(token_ids=[[9, 7], [3]])
-    (raw,) = raw_completions_of(Job((1,), 1, 0), [Output])
+    output.sampling_mask = SimpleNamespace(token_ids=[[9, 7], [3]])
+    (raw,) = raw_completions_of(Job((1,), 1, 0), [output])
     assert raw.facts == {KEPT_IDS: (pack_ids([7, 9]), pack_ids([3]))}

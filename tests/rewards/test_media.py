@@ -55,6 +55,11 @@ def rollouts(folder):
     ]
 
 
+def sound_of(samples):
+    form = {"array": samples, "sampling_rate": 16000}
+    return as_audio(form, name="s", folder=None)
+
+
 FUNCTIONS = """
 import numpy as np
 from PIL import Image
@@ -133,7 +138,7 @@ def check_frames(tmp_path, video):
 def test_a_function_hears_sounds(tmp_path):
     (item, other, *_) = rollouts(tmp_path)
     samples = np.full(8000, 0.25, np.float32)
-    sound = as_audio({"array": samples, "sampling_rate": 16000}, name="s", folder=tmp_path)
+    sound = sound_of(samples)
     items = [replace(item, prompt=replace(item.prompt, media=Media({"audio": [sound]}))), other]
     found = [result.reward for result in scored(tmp_path, "hears", items)]
     assert found == [pytest.approx(0.25), -1]
@@ -177,7 +182,7 @@ def asked_of_judge(folder, monkeypatch, items):
 def test_a_judge_gets_every_kind_of_media(tmp_path, monkeypatch):
     video = as_video({"frames": [grey(s) for s in SHADES], "fps": 2}, name="v", folder=tmp_path)
     samples = np.sin(np.arange(8000) / 9).astype(np.float32)
-    sound = as_audio({"array": samples, "sampling_rate": 16000}, name="s", folder=tmp_path)
+    sound = sound_of(samples)
     kinds = {"image": list(media_of(tmp_path, 10)), "video": [video], "audio": [sound]}
     item, _, of_text, *_ = rollouts(tmp_path)
     for given in ({"image"}, {"video"}, {"audio"}, {"image", "video", "audio"}):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.ranks import run_multiprocess
 from tests.run.test_orders import FORMS, SAMPLERS, options, write_all
-from tests.runs import lines, write
+from tests.runs import FEW, lines, write
 from tests.stages import test_killed_stages
 from tests.stages.test_killed_stages import end_of, kill_way
 from tests.trainer.test_random_kills import NUM_STEPS, become_launcher, result
@@ -28,13 +28,11 @@ def sampled(folder, sampler, way, name):
         "unused",
         sampler,
         output_dir=str(folder / f"{sampler} {way} {name}"),
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        train_batch_size=4,
         max_steps=NUM_STEPS,
         async_save=True,
         timeout_minutes=2.0,
         parity_check_steps=-1,
+        **FEW,
         **WAYS[way],
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.ranks import run_multiprocess
-from tests.runs import lines, rollout_options, row_options, tiny_models, write_inputs
+from tests.runs import FEW, lines, rollout_options, row_options, tiny_models, write_inputs
 
 from lightrft.cli.errors import describe, exit_code_of
 from lightrft.config import TrainConfig
@@ -51,8 +51,7 @@ def run(rank, world_size, folder, stage, how, changes):
     common = {"train_batch_size": 2, "micro_train_batch_size": 1, "max_epochs": 1, "fsdp": True}
     options = row_options(folder / "model", folder / "train.jsonl", out, **common)
     if stage == "policy":
-        sizes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
-        options = rollout_options(folder, **sizes, max_steps=4)
+        options = rollout_options(folder, **FEW, max_steps=4)
     config = TrainConfig(**{**options, "save_steps": 1, **changes})
     try:
         run_training(config, stage=stage, callbacks=[Displaces()])

@@ -16,6 +16,7 @@ from lightrft.run.assembly import run_training
 from lightrft.run.resume import remembered_media
 
 PLANTED = "0" * 64
+DATA = TrainConfig(prompt_data="a.jsonl")
 
 
 def source(path):
@@ -110,30 +111,32 @@ def remembered(config, shown):
     return before
 
 
+def kept(cache, shown):
+    """The file of a run's verdicts."""
+    remembered(DATA, shown)
+    (file,) = cache.iterdir()
+    return file
+
+
 def test_the_next_run_of_the_same_data_knows_the_hash(cache, shown):
-    config, other = TrainConfig(prompt_data="a.jsonl"), TrainConfig(prompt_data="b.jsonl")
-    assert not remembered(config, shown)
-    assert remembered(config, shown) == source(shown).digest
-    assert not remembered(other, shown)
+    assert not remembered(DATA, shown)
+    assert remembered(DATA, shown) == source(shown).digest
+    assert not remembered(TrainConfig(prompt_data="b.jsonl"), shown)
     assert len([*cache.iterdir()]) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"files": {}, "sha256": "0"}'])
 def test_a_damaged_file_is_written_anew(cache, shown, content):
-    config = TrainConfig(prompt_data="a.jsonl")
-    remembered(config, shown)
-    (file,) = cache.iterdir()
+    file = kept(cache, shown)
     file.write_bytes(content)
-    assert not remembered(config, shown)
-    assert remembered(config, shown)
+    assert not remembered(DATA, shown)
+    assert remembered(DATA, shown)
 
 
 def test_a_hash_that_was_edited_is_not_believed(cache, shown):
-    config = TrainConfig(prompt_data="a.jsonl")
-    remembered(config, shown)
-    (file,) = cache.iterdir()
+    file = kept(cache, shown)
     file.write_text(file.read_text().replace(source(shown).digest, PLANTED))
-    assert not remembered(config, shown)
+    assert not remembered(DATA, shown)
 
 
 def test_without_a_place_to_write_nothing_is_remembered(cache, shown):
@@ -142,16 +145,15 @@ def test_without_a_place_to_write_nothing_is_remembered(cache, shown):
 
 
 def test_a_start_that_fails_leaves_what_it_found_and_other_ranks_write_nothing(cache, shown):
-    config = TrainConfig(prompt_data="a.jsonl")
     for writes in (False, True):
         assert not cache.exists()
         with (
             pytest.raises(DataError),
-            remembered_media(config, writes=writes, settled_seconds=-1),
+            remembered_media(DATA, writes=writes, settled_seconds=-1),
         ):
             assert source(shown).digest
             raise DataError("row 2")
-    assert remembered(config, shown)
+    assert remembered(DATA, shown)
 
 
 def test_a_run_looks_at_what_is_remembered(cache, shown, tmp_path):

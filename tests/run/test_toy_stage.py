@@ -100,6 +100,12 @@ def test_an_interrupted_run_continues_to_the_bit(tmp_path, backend):
     assert events[1]["restored"]["data"] == "pass 1, 12 of its points used"
 
 
+def require_same_end(folder):
+    """Check that the run in parts is the whole one."""
+    assert steps(folder / "parts") == steps(folder / "whole")
+    assert digest(folder / "parts/model") == digest(folder / "whole/model")
+
+
 def in_ranks(rank, world_size, folder):
     start_process_group(None)
     train(folder / "whole", "fsdp")
@@ -110,8 +116,7 @@ def in_ranks(rank, world_size, folder):
 @pytest.mark.full
 def test_two_ranks_train_what_one_does(tmp_path):
     assert run_multiprocess(in_ranks, 2, timeout_seconds=300, args=(tmp_path,)) == [3, 3]
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert digest(tmp_path / "parts/model") == digest(tmp_path / "whole/model")
+    require_same_end(tmp_path)
 
 
 def test_a_request_stops_the_run_with_a_checkpoint(tmp_path):
@@ -163,8 +168,7 @@ def test_a_step_without_finite_weights_is_not_kept_and_can_be_left_out(tmp_path,
         "from the checkpoint before it with --allow_changes and, say, a smaller learning rate"
     )
     assert found == [(text, 3)] * num_ranks
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert digest(tmp_path / "parts/model") == digest(tmp_path / "whole/model")
+    require_same_end(tmp_path)
 
 
 def test_a_continued_run_learns_with_the_options_of_its_command(tmp_path):

@@ -85,16 +85,21 @@ def test_only_none_images_mean_text(echoing):
     assert echoing.inference_engine.requests[0].prompt_text is None
 
 
+def require_stale(strategy, actor):
+    """Check that the engine samples again once it has the weights, and not before."""
+    with pytest.raises(StaleEngineError, match="update_engine_weights"):
+        strategy.gather_and_generate(ONE_TOKEN, [[1]])
+    strategy.update_engine_weights(actor)
+    assert len(strategy.gather_and_generate(ONE_TOKEN, [[1]])) == 1
+
+
 def test_an_optimizer_step_makes_the_engine_stale_until_the_next_update():
     strategy = strategy_with(actor_learning_rate=0.1, lr_warmup_ratio=0.0)
     actor, *_ = strategy.prepare_models_and_optimizers(nn.Linear(3, 2), None, None, None, None, 10)
     strategy.setup_inference_engine(None, "fake", actor)
     strategy.backward(actor.model(torch.ones(1, 3)).sum(), actor, actor.optimizer)
     strategy.optimizer_step(actor.optimizer, actor, actor.scheduler)
-    with pytest.raises(StaleEngineError, match="update_engine_weights"):
-        strategy.gather_and_generate(ONE_TOKEN, [[1]])
-    strategy.update_engine_weights(actor)
-    strategy.gather_and_generate(ONE_TOKEN, [[1]])
+    require_stale(strategy, actor)
 
 
 def test_an_engine_is_closed_when_another_takes_its_place_and_with_the_strategy(started):
@@ -159,10 +164,7 @@ def test_sleeping_until_a_sync_drops_the_weights_until_they_come_again(started):
     strategy.sleep_until_weight_sync()
     assert levels == [2]
     assert engine.weights_were_dropped
-    with pytest.raises(StaleEngineError, match="update_engine_weights"):
-        strategy.gather_and_generate(ONE_TOKEN, [[1]])
-    strategy.update_engine_weights(actor)
-    assert len(strategy.gather_and_generate(ONE_TOKEN, [[1]])) == 1
+    require_stale(strategy, actor)
     assert levels == [2, 1, 1]
     quiet = strategy_with(enable_engine_sleep=False)
     awake = quiet.setup_inference_engine(None, "fake", actor)

@@ -1,6 +1,7 @@
 """One process: what is sent, what is shared, what stays, and what every sync reports."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -212,6 +213,14 @@ def test_an_engine_with_another_law_is_not_asked_for_the_canary():
     assert "score" not in engine.calls
 
 
+@contextmanager
+def failing_caches(monkeypatch, engine):
+    """A sync within ends in an error, since the engine's caches cannot be reset."""
+    with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match="ZeroDivisionError"):
+        patch.setattr(engine, "reset_caches", lambda: 1 / 0)
+        yield
+
+
 def test_over_shared_storage_the_canary_is_scored_when_something_may_be_new(monkeypatch):
     first, second, engine = tiny_actor(), tiny_actor(), hf_engine()
     sync = WeightSync(engine)
@@ -234,10 +243,8 @@ def test_over_shared_storage_the_canary_is_scored_when_something_may_be_new(monk
         second.model.lm_head.weight.copy_(before)
     assert is_scored(second, has_moved=False)
     assert not is_scored(second)
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "reset_caches", lambda: 1 / 0)
-        with pytest.raises(WeightSyncError, match="ZeroDivisionError"):
-            is_scored(second)
+    with failing_caches(monkeypatch, engine):
+        is_scored(second)
     assert [is_scored(second) for _ in range(2)] == [True, False]
 
 
@@ -246,15 +253,11 @@ def test_over_shared_storage_a_sync_without_canary_vouches_for_nothing(monkeypat
     sync = WeightSync(engine)
     sync.sync(module_parameter_source(actor), canary=None)
     change_weights(actor)
-    report = send(sync, actor)
-    assert report.canary_difference is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "reset_caches", lambda: 1 / 0)
-        with pytest.raises(WeightSyncError, match="ZeroDivisionError"):
-            sync.sync(module_parameter_source(actor), canary=None)
+    assert send(sync, actor).canary_difference is not None
+    with failing_caches(monkeypatch, engine):
+        sync.sync(module_parameter_source(actor), canary=None)
     change_weights(actor)
-    report = send(sync, actor)
-    assert report.canary_difference is not None
+    assert send(sync, actor).canary_difference is not None
 
 
 class OpaqueEngine(FakeEngine):

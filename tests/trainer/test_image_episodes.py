@@ -56,6 +56,12 @@ def train_here(folder, **changes):
     return folder / "run"
 
 
+def require_reported(output, images):
+    assert main(["report", str(output)]) == ExitCode.OK
+    page = (output / "report.html").read_text()
+    assert all(image in page for image in images)
+
+
 @pytest.mark.full
 def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path):
     output = train_here(tmp_path, **ALBUM)
@@ -73,9 +79,7 @@ def test_a_run_shows_and_trains_the_images_of_all_turns(tmp_path):
         assert len(set(sample["images"])) == len(sample["images"])
         assert all("[image " in call["answer"] for t in sample["turns"] for call in t["calls"])
     assert max(len(sample["turns"]) for sample in samples) == 3
-    assert main(["report", str(output)]) == ExitCode.OK
-    page = (output / "report.html").read_text()
-    assert all(image in page for image in max((s["images"] for s in samples), key=len))
+    require_reported(output, max((s["images"] for s in samples), key=len))
 
 
 @pytest.mark.full
@@ -118,6 +122,4 @@ def test_a_run_trains_on_what_an_agent_shows(tmp_path):
     samples, rows = (lines(output / f"{name}.jsonl") for name in ("samples", "rollouts"))
     assert {len(sample["images"]) for sample in samples} <= {2, 4}
     assert sorted(len(row["media"]) for row in rows) == [2] * 16 + [4] * 16
-    assert main(["report", str(output)]) == ExitCode.OK
-    page = (output / "report.html").read_text()
-    assert all(image in page for sample in samples for image in sample["images"])
+    require_reported(output, [image for sample in samples for image in sample["images"]])

@@ -24,7 +24,7 @@ import pytest
 from tests import machine, runs
 from tests.forked_run import Ranks
 from tests.ranks import run_multiprocess
-from tests.runs import compared, lines, rollout_options
+from tests.runs import FEW, compared, lines, rollout_options
 
 pytestmark = pytest.mark.shard("kills")
 
@@ -55,9 +55,6 @@ def settings(folder, backend, name):
         critic_pretrain=str(folder / "model"),
         advantage_estimator="gae",
         async_save=True,
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        train_batch_size=4,
         generate_max_len=4,
         critic_learning_rate=1e-3,
         num_episodes=2,
@@ -65,6 +62,7 @@ def settings(folder, backend, name):
         save_steps=1,
         timeout_minutes=2.0,
         parity_check_steps=-1,
+        **FEW,
         **BACKENDS[backend],
     )
 

@@ -261,10 +261,15 @@ def test_a_changed_input_file_is_refused_and_a_touched_one_is_not(config, tmp_pa
     refused(config(), rf"{name}: contents [0-9a-f]{{12}} -> contents")
 
 
-def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):
-    model = tmp_path / "m"
+def model_in(folder):
+    model = folder / "m"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"one")
+    return model
+
+
+def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):
+    model = model_in(tmp_path)
     (model / "tokenizer.json").write_text("{}")
     changed = config(pretrain=str(model))
     leave_run(changed)
@@ -411,9 +416,7 @@ def test_files_of_every_stage_are_inputs(config, tmp_path, option):
 
 @pytest.mark.parametrize("option", ["pretrain", "teacher", "teachers", "reward_pretrain"])
 def test_a_model_that_is_another_one_now_breaks_exactness(config, tmp_path, option):
-    model = tmp_path / "m"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"one")
+    model = model_in(tmp_path)
     values = {
         "teachers": (f"big={model}", "small=http://host/v1"),
         "reward_pretrain": (str(model),),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tests.runs import Interrupted, rollout_options, train, write, write_inputs
+from tests.runs import FEW, Interrupted, rollout_options, train, write, write_inputs
 from tests.stages.reward.reward_world import answers_of, pairs, run, scores_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -38,8 +38,7 @@ def test_what_separates_pairs_is_learned_and_loads_where_rewards_are_read(tmp_pa
 def test_a_trained_reward_model_gives_rewards_in_reinforcement(tmp_path, model, rows, pooling):
     trained = run(model, rows, tmp_path / "run", max_steps=2, reward_pooling=pooling).model_dir
     write_inputs(tmp_path, [{"prompt": "name 1: "}, {"prompt": "name 2: "}])
-    changes = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
-    changes |= {"max_steps": 1, "save_trajectories": True, "reward_fn": ()}
+    changes = FEW | {"max_steps": 1, "save_trajectories": True, "reward_fn": ()}
     settings = rollout_options(tmp_path, "ppo", pretrain=model, **changes)
     assert train({**settings, "reward_pretrain": (trained,)}).num_steps == 1
     lines = (tmp_path / "ppo/trajectories.jsonl").read_text().splitlines()

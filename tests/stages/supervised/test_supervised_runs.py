@@ -76,6 +76,15 @@ def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
     assert all("trained to end in '<|pad|>', and generation stops at '<|end|>'" in x for x in said)
 
 
+def run_with(kernel, folder, models, monkeypatch, capsys, **options):
+    """The lines of a run with a planted kernel, and what is said of attention."""
+    planted_kernels.plant(monkeypatch, getattr(planted_kernels, kernel))
+    run("sft", models, write_rows(folder), folder / "run", bf16=True, max_steps=1, **options)
+    lines = capsys.readouterr().out.splitlines()
+    (said,) = [text for text in lines if text.startswith("attention: ")]
+    return lines, said
+
+
 @pytest.mark.parametrize(
     "kernel, packs, line",
     [
@@ -87,11 +96,8 @@ def test_an_end_at_which_engines_do_not_stop_is_warned_of(model, end):
 def test_the_way_through_attention_is_said_and_kept(
     tmp_path, models, capsys, monkeypatch, kernel, packs, line
 ):
-    planted_kernels.plant(monkeypatch, getattr(planted_kernels, kernel))
-    given = {"packing_samples": packs, "bf16": True, "max_steps": 1, "fsdp": True}
-    run("sft", models, write_rows(tmp_path), tmp_path / "run", **given)
-    lines = capsys.readouterr().out.splitlines()
-    (said,) = [text for text in lines if text.startswith("attention: ")]
+    options = {"packing_samples": packs, "fsdp": True}
+    _, said = run_with(kernel, tmp_path, models, monkeypatch, capsys, **options)
     assert said.startswith(f"attention: {line}")
     start = json.loads((tmp_path / "run/run.json").read_text())
     assert f"attention: {start['attention']}" == said
@@ -101,11 +107,8 @@ def test_the_way_through_attention_is_said_and_kept(
 def test_prefixes_are_shared_where_the_kernel_of_packed_rows_takes_them(
     tmp_path, models, capsys, monkeypatch, kernel
 ):
-    planted_kernels.plant(monkeypatch, getattr(planted_kernels, kernel))
-    options = {"packing_samples": True, "bf16": True, "max_steps": 1, "shared_prefix": "auto"}
-    run("sft", models, write_rows(tmp_path), tmp_path / "run", **options)
-    lines = capsys.readouterr().out.splitlines()
-    (said,) = [text for text in lines if text.startswith("attention: ")]
+    options = {"packing_samples": True, "shared_prefix": "auto"}
+    lines, said = run_with(kernel, tmp_path, models, monkeypatch, capsys, **options)
     is_shared = kernel == "with_argument"
     assert said.endswith("; shared prefixes once") == is_shared
     why = "shared_prefix = off: one call for each row would be slower: varlen_attn computes others"
