@@ -58,6 +58,19 @@ def test_an_experience_that_is_not_trained_on_costs_a_sync_and_no_error(build_wo
     assert not engine.weights_were_dropped
 
 
+def test_a_run_that_is_stopped_behind_its_rollout_draws_again_with_that_version(
+    build_world, tmp_path
+):
+    # Asked before each step, and between its rollout and its update.
+    asked, options = iter([False] * 3 + [True]), {"ckpt_path": str(tmp_path)}
+    world, engine = recording_world(build_world, parity_check_steps=-1, **options)
+    assert world.trainer.fit(stop_request=lambda: next(asked)).was_stopped
+    assert (engine.weights_version, engine.weights_were_dropped) == (1, True)
+    world, engine = recording_world(build_world, parity_check_steps=-1, **options)
+    assert world.trainer.load_checkpoint()
+    assert engine.weights_version == 1
+
+
 def test_an_engine_that_may_not_sleep_stays_awake(build_world):
     world, engine = recording_world(build_world, args={"enable_engine_sleep": False})
     world.trainer.make_experience()

@@ -274,17 +274,18 @@ class Loop(Generic[Batch]):
             self._keep_best(0, first_eval)
             if first_eval:
                 self._loggers.log(0, first_eval)
-        num_saved, was_stopped = -1, False
+        num_saved, was_stopped, is_drawn = -1, False, False
         ended_by: tuple[str, ...] = ()
         is_last = False
         self._num_planned = num_steps
         while self.state.num_steps < num_steps and not is_last:
+            is_drawn = False
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
             step = self.next_step()
             if self._callbacks is not None:
                 self._callbacks.begin_step(step.number)
-            batch = self.draw(step)
+            batch, is_drawn = self.draw(step), True
             if was_stopped := self._is_asked_to_stop(stop_request):
                 break
             with self._nothing_kept(step.number):
@@ -299,7 +300,7 @@ class Loop(Generic[Batch]):
                     self.save_checkpoint()
                 num_saved = step.number
         if was_stopped and num_saved != self.state.num_steps:
-            self.save_checkpoint()
+            self.save_checkpoint(is_drawn=is_drawn)
         return LoopResult(
             self.state.num_steps, first_eval, last_eval, metrics, was_stopped, ended_by
         )
@@ -537,14 +538,18 @@ class Loop(Generic[Batch]):
         if model is not None:
             self.strategy.save_model(model, self.stage.text_part, str(folder))
 
-    def save_checkpoint(self) -> None:
-        """Write all that a run needs to continue; do nothing without `ckpt_path`."""
+    def save_checkpoint(self, *, is_drawn: bool = False) -> None:
+        """Write all that a run needs to continue; do nothing without `ckpt_path`.
+
+        Args:
+            is_drawn: The next step was drawn, and is drawn again with the same weights.
+        """
         config, stage = self.stage.config, self.stage
         if config.ckpt_path is not None:
             engine = self.strategy.inference_engine if stage.syncs_engine else None
             if engine is not None and engine.weights_version >= 0:
                 # Dropped weights are sent once more before the next step is drawn.
-                version = engine.weights_version + int(engine.weights_were_dropped)
+                version = engine.weights_version + int(engine.weights_were_dropped and not is_drawn)
                 self.state = replace(self.state, weights_version=version)
             client_state = {**self.state.to_client_state(), **stage.client_state()}
             save_run(self.strategy.checkpoints, config, client_state, stage.models)
