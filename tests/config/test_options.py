@@ -3,6 +3,7 @@
 import math
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,12 @@ def test_a_whole_number_may_be_a_float_where_a_count_is_wanted(hint):
     assert repr(kept) in ("2", "(2, 3)")
     assert odd in (2.5, (2.5,))
     assert coerce(math.inf, int) == math.inf
+
+
+def test_paths_become_texts():
+    assert coerce(Path("a/b"), str | None) == "a/b"
+    assert coerce([Path("a"), "b"], tuple[str, ...]) == ("a", "b")
+    assert coerce(Path("a"), tuple[str, ...]) == ("a",)
 
 
 def test_whole_floats_of_files_and_calls_are_counts(tmp_path):

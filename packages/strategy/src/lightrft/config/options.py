@@ -8,6 +8,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, field
 from functools import partial
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import (
     Any,
@@ -229,8 +230,10 @@ def type_name(hint: object) -> str:
 
 
 def coerce(value: object, hint: object) -> object:
-    """Convert lists, single strings, ints and 2.0, as parsers and TOML give them, to the hint."""
+    """Convert lists, single strings, paths, ints and 2.0, as callers give them, to the hint."""
     kinds = alternatives(hint)
+    if isinstance(value, PurePath):
+        value = str(value)
     if isinstance(value, list) and not accepts(value, hint):
         # Numbers within are floats, too.
         return tuple(coerce(item, item_hint(kinds)) for item in value)

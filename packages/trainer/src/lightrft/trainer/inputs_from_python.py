@@ -149,7 +149,8 @@ def _line(row: object, location: str, kept: _KeptMedia) -> bytes:
     if not isinstance(row, Mapping):
         raise DataError(
             f"{location}: expected a mapping with named columns, got {kind_of(row)}; give each row "
-            'as {"input": ..., "label": ...}'
+            'as {"input": ..., "label": ...}, a data frame as frame.to_dict("records"), one split '
+            "of a DatasetDict"
         )
     values = {}
     for name, value in row.items():

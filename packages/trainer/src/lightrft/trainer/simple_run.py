@@ -125,7 +125,12 @@ class _Run:
     ) -> RunSummary:
         """Train as a command does; arguments and errors as for `train`."""
         require_callbacks(self.callbacks)
-        values = {**_without_peft(options), "pretrain": _model_name(model)}
+        if not isinstance(model, str | Path):
+            raise ConfigError(
+                f"model: expected a folder or a name, got {type(model).__name__}: write it with "
+                "save_pretrained (model and tokenizer) and give that folder"
+            )
+        values = {**_without_peft(options), "pretrain": model}
         values["loggers"] = [item for item in self.loggers if isinstance(item, str)]
         receivers = [item for item in self.loggers if not isinstance(item, str)]
         is_open = "output_dir" not in values and int(os.environ.get("WORLD_SIZE", "1")) == 1
@@ -168,7 +173,7 @@ def _place_sources(
     files: dict[str, GivenRows] = {}
     for option, rows in sources.items():
         if rows is None or isinstance(rows, str | Path):
-            values[option] = None if rows is None else str(rows)
+            values[option] = rows
             continue
         if isinstance(rows, Iterable) and not isinstance(rows, Sized):
             limit = {**vars(TrainConfig()), **values}[limits[option]]
@@ -240,12 +245,3 @@ def _without_peft(options: Mapping[str, object]) -> dict[str, object]:
         elif value is not None:
             values[option] = (value,) if isinstance(value, str) else tuple(sorted(value))
     return values
-
-
-def _model_name(model: str | Path) -> str:
-    if not isinstance(model, str | Path):
-        raise ConfigError(
-            f"model: expected a folder or a name, got {type(model).__name__}: write it with "
-            "save_pretrained (model and tokenizer) and give that folder"
-        )
-    return str(model)
