@@ -301,10 +301,10 @@ def translate_script(path: Path, folder: Path, processes: int = 1) -> str:
     options = made.options
     if script.command == "train":
         options["input_key"] = "prompt"
+        has_messages = _has_messages(script, str(options.get("prompt_data")))
+        options.setdefault("apply_chat_template", has_messages)
     if script.rewards:
         options["reward_fn"] = tuple(f"{folder / REWARD_FILE}:{name}" for name in script.rewards)
-    if script.command == "train" and "apply_chat_template" not in options:
-        options["apply_chat_template"] = _has_messages(script, str(options.get("prompt_data")))
     lacking = [name for name in ("pretrain", "prompt_data") if name not in options]
     notes += [f"{name} is missing: add it to {OPTIONS_FILE}" for name in lacking]
     try:
