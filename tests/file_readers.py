@@ -1,6 +1,6 @@
 """The readers of the program's files, with valid files for each."""
 
-import importlib.util
+import importlib
 import json
 import re
 import zlib
@@ -11,8 +11,6 @@ from pathlib import Path
 
 import numpy as np
 from tests.rollout.journal_edits import lines_of
-
-TESTS = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,6 @@ class Reader:
     errors: tuple[str, ...] = ()
     code: int = 2
     seal: Callable[[Path], object] | None = None
-
-
-def helper(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def by(reference, name=".", kind=str):
@@ -68,7 +59,8 @@ def files(texts):
 
 
 def make_audited(folder):
-    world = helper(TESTS / "tools/audit/world.py")
+    from tests.tools.audit import world
+
     model = world.write_model(folder / "model")
     world.record_step(model, folder / "run", {"advantage_estimator": "gae", "init_kl_coef": 0.1})
 

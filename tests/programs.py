@@ -1,5 +1,6 @@
-"""Programs that tests start and wait for."""
+"""Programs that tests start and wait for, and scripts as modules."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -36,3 +37,11 @@ class Evil:
 
     def __reduce__(self):
         return os.mkdir, (self.proof,)
+
+
+def load_script(path):
+    """Import a script, which lies in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

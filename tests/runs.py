@@ -33,6 +33,16 @@ def score(responses, **columns):
 """
 # Sizes of the smallest step.
 FEW = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "train_batch_size": 4}
+# Options of a run of functions and rows in memory.
+SMALL = {
+    "fsdp": True,
+    "engine_type": "hf",
+    "rollout_batch_size": 4,
+    "n_samples_per_prompt": 2,
+    "train_batch_size": 8,
+    "prompt_max_len": 64,
+    "generate_max_len": 4,
+}
 # Shows the names of tools, calls and answers to a model whose turns `calling` has read as calls.
 TEMPLATE = """\
 {%- for x in tools or [] %}{{- '<|system|>' + x.function.name }}{%- endfor %}\

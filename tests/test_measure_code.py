@@ -1,17 +1,13 @@
 """Measures of the code stay within the accepted values, and a worse tree is found."""
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
-_SPEC = importlib.util.spec_from_file_location("measure_code", ROOT / "scripts/measure_code.py")
-measures = importlib.util.module_from_spec(_SPEC)
-sys.modules["measure_code"] = measures
-_SPEC.loader.exec_module(measures)
+measures = load_script(ROOT / "scripts/measure_code.py")
 
 SMALL = '"""Numbers."""\n\nN = 1\n'
 CLEAN = {

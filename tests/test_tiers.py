@@ -1,12 +1,12 @@
 """The quick tests cover each long table, and a fault of the table is told which test found it."""
 
-import importlib.util
 import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.programs import load_script
 from tests.tiers import MOST_CASES, cover, mark_long_tables
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -66,13 +66,9 @@ def kill_table():
     pytest.importorskip("coverage", reason="the group mutation is not installed")
     sys.path.insert(0, str(SCRIPTS))
     try:
-        spec = importlib.util.spec_from_file_location("kill_table", SCRIPTS / "kill_table.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["kill_table"] = module
-        spec.loader.exec_module(module)
+        return load_script(SCRIPTS / "kill_table.py")
     finally:
         sys.path.remove(str(SCRIPTS))
-    return module
 
 
 TOY = {

@@ -104,6 +104,22 @@ def test_a_row_says_how_many_frames_it_wants(tmp_path, reader):
         assert [len(p.media.videos[0].decode()[0]) for p in found] == expected
 
 
+def test_a_video_has_frames_and_a_rate(tmp_path, reader):
+    frames = [picture(56, 56, i) for i in range(4)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=500)
+    for i, frame in enumerate(frames):
+        frame.save(tmp_path / f"{i}.png")
+    listed = {"frames": [f"{i}.png" for i in range(4)], "fps": 2}
+    prompts = load(
+        tmp_path,
+        [{"input": "<video>?", "videos": ["a.gif"]}, {"input": "<video>?", "videos": [listed]}],
+        reader,
+    )
+    pad = reader.encoder.processor.tokenizer.convert_tokens_to_ids("<|video_pad|>")
+    assert [p.token_ids.count(pad) for p in prompts] == [8, 8]
+    assert as_video("a.gif", name="x", folder=tmp_path).decode()[1]["fps"] == 2
+
+
 def test_time_stamps_are_those_of_the_frames(tmp_path, reader):
     """Qwen3-VL writes them into the text, Qwen2.5-VL spaces positions by them."""
     (tmp_path / "a.mp4").write_bytes(film(num_frames=40))

@@ -1,6 +1,5 @@
 """The pages of docs: every block runs, generated pages follow from the code, links lead on."""
 
-import importlib.util
 import itertools
 import json
 import os
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.programs import run_program
+from tests.programs import load_script, run_program
 
 from lightrft.cli.errors import ExitCode
 from lightrft.cli.main import COMMANDS, main
@@ -124,10 +123,7 @@ def test_every_flag_in_the_text_exists(page):
 @pytest.fixture(scope="module")
 def generate():
     """The module docs/generate.py."""
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(DOCS / "generate.py")
 
 
 def test_generated_pages_follow_from_the_code(generate):

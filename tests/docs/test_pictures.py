@@ -1,27 +1,17 @@
 """Pictures of the pages: those that are drawn follow from their scripts, the recording plays."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import load_script
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = [path.read_text("utf-8") for path in (DOCS.parent / "README.md", *DOCS.glob("*.md"))]
 
 
-def load(name):
-    """A script of docs as a module."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("script", ["draw", "play"])
 def test_pictures_follow_from_their_script(script):
-    module = load(script)
+    module = load_script(DOCS / f"{script}.py")
     for name, picture in module.PICTURES.items():
         drawn = picture() if script == "play" else picture().svg()
         assert (module.FOLDER / name).read_text("utf-8") == drawn, f"run: python docs/{script}.py"
@@ -34,7 +24,7 @@ def test_every_picture_is_on_a_page_and_small():
 
 
 def test_a_terminal_keeps_what_was_shown_long_enough_to_be_read():
-    terminal = load("play").Terminal(height=2)
+    terminal = load_script(DOCS / "play.py").Terminal(height=2)
     terminal.write(0.0, "bar 1")
     terminal.write(0.5, "\r\x1b[2Kbar 2")
     terminal.write(0.52, "\r\x1b[2Kone\r\nbar 3")
@@ -54,7 +44,7 @@ def test_the_recording_plays_by_its_clock():
     with open_browser() as browser:
         page = browser.new_page()
         page.goto((DOCS / "pictures/quickstart.svg").as_uri())
-        terminal, length = load("play").read(DOCS / "quickstart.cast")
+        terminal, length = load_script(DOCS / "play.py").read(DOCS / "quickstart.cast")
         for seconds in (0.5, length / 2, length - 2, length - 0.01):
             lines = [[t for s, t in line if s <= seconds] for line in terminal.shown]
             shown = [line[-1] for line in lines if line][-terminal.height :]

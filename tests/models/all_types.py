@@ -1,12 +1,6 @@
 """The script that tries every type of model, as a module."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from tests.conftest import REPOSITORY
+from tests.programs import load_script
 
-_SPEC = importlib.util.spec_from_file_location(
-    "model_types", Path(__file__).resolve().parents[2] / "scripts/model_types.py"
-)
-types = importlib.util.module_from_spec(_SPEC)
-sys.modules["model_types"] = types
-_SPEC.loader.exec_module(types)
+types = load_script(REPOSITORY / "scripts/model_types.py")

@@ -1,6 +1,7 @@
 """TRL's signature: columns under their own names, and messages where prompts are messages."""
 
 import pytest
+from tests.runs import SMALL, tiny_models
 
 from lightrft.config import TrainConfig
 from lightrft.config.registry import REWARDS
@@ -9,7 +10,6 @@ from lightrft.engines.types import Completion
 from lightrft.records.rollout import AnsweredCall, ResponseTurns, Rollout
 from lightrft.rewards import RewardError, build_reward
 from lightrft.rollout.scoring import GroupScorer
-from lightrft.tools.model_presets import write_tiny_model
 from lightrft.trainer import train
 
 SOURCE = """
@@ -37,13 +37,6 @@ def acc(completions, answer, **kwargs):
 """
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Say 2."}]
 CONFIG = TrainConfig(input_key="prompt", label_key="answer")
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny") / "model"
-    write_tiny_model(path, "tiny-qwen3", seed=1)
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +112,7 @@ def test_the_label_s_own_name_needs_labels(functions):
         assert not reward.needs_labels
 
 
-def test_a_run_hands_the_label_and_the_messages_of_its_rows(tiny_model, tmp_path):
+def test_a_run_hands_the_label_and_the_messages_of_its_rows(tmp_path):
     seen = []
 
     def acc(prompts, completions, answer, question, **kwargs):
@@ -128,21 +121,15 @@ def test_a_run_hands_the_label_and_the_messages_of_its_rows(tiny_model, tmp_path
 
     rows = [{"question": CHAT, "answer": n} for n in range(4)]
     train(
-        tiny_model,
+        str(tiny_models(tmp_path, "model") / "model"),
         rows,
         acc,
         input_key="question",
         label_key="answer",
-        output_dir=str(tmp_path),
+        output_dir=str(tmp_path / "run"),
         apply_chat_template=True,
         max_steps=1,
-        fsdp=True,
-        engine_type="hf",
-        rollout_batch_size=4,
-        n_samples_per_prompt=2,
-        train_batch_size=8,
-        prompt_max_len=64,
-        generate_max_len=4,
+        **SMALL,
     )
     assert sorted(answer for _, _, answer, _ in seen[-4:]) == [0, 1, 2, 3]
     assert all(each == (CHAT, "assistant", each[2], CHAT) for each in seen)

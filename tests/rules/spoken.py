@@ -3,6 +3,7 @@
 import json
 
 import torch
+from tests import runs
 
 from lightrft.tools.model_presets import byte_level_tokenizer, random_model, save_checked
 
@@ -10,12 +11,7 @@ NUM_IDS = 261
 END, USER = 257, 258
 ROWS = [{"input": f"Say {n}.", "label": "A"} for n in range(4)]
 SMALL = {
-    "fsdp": True,
-    "engine_type": "hf",
-    "rollout_batch_size": 4,
-    "n_samples_per_prompt": 2,
-    "train_batch_size": 8,
-    "prompt_max_len": 64,
+    **runs.SMALL,
     "generate_max_len": 12,
     "max_steps": 1,
     "save_rollouts": True,

@@ -1,6 +1,5 @@
 """A soak run in a process of its own, and the bounds of what may grow."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import load_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts/soak.py"
 # Per step, over the second half of the run: below them is the noise of allocators.
@@ -17,10 +17,7 @@ BOUNDS = {"memory_kib": 16.0, "descriptors": 0.01, "threads": 0.01, "temporary_f
 @pytest.fixture(scope="session")
 def script():
     """The module of the script."""
-    spec = importlib.util.spec_from_file_location("soak_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(SCRIPT)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 from tests.engines.altered_engines import no_convolution
 from tests.models.planted_prefixes import SEEN
 from tests.models.tiny import SHAPE
+from tests.runs import FEW
 from tests.stages.reward import reward_world
 from tests.stages.stage_world import STILL
 from tests.stages.test_equal_steps import CASES, PREFER
@@ -28,9 +29,7 @@ QUICK = {"sft": "sft", "prefer": "prefer dpo", "reward": "reward", "divergence":
 POLICY = {
     "fsdp": True,
     "engine_type": "hf",
-    "rollout_batch_size": 2,
-    "n_samples_per_prompt": 2,
-    "train_batch_size": 4,
+    **FEW,
     "generate_max_len": 4,
     "check_memory": False,
     "max_steps": 1,

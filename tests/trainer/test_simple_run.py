@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import peft
 import pytest
+from tests.runs import SMALL
 from transformers.utils import logging
 
 from lightrft.config import ConfigError, TrainConfig
@@ -17,15 +18,6 @@ from lightrft.reporting.files import JsonLines
 from lightrft.trainer import Callback, distill, prefer, reward, run_training, sft, train
 
 ROWS = [{"input": f"Say {n}.", "label": str(n)} for n in range(8)]
-SMALL = {
-    "fsdp": True,
-    "engine_type": "hf",
-    "rollout_batch_size": 4,
-    "n_samples_per_prompt": 2,
-    "train_batch_size": 8,
-    "prompt_max_len": 64,
-    "generate_max_len": 4,
-}
 
 
 def length(completions, **columns):
