@@ -26,8 +26,8 @@ import report
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # Of one call, with its preparation: unpacking, the extension, the models.
-SECONDS = {"first": 560, "second": 210}
-PREPARE_SECONDS = {"first": 65, "second": 5}
+SECONDS = {"first": 560, "second": 210, "others": 120}
+PREPARE_SECONDS = {"first": 65, "second": 5, "others": 0}
 REHEARSAL_SECONDS = 1500
 LEAST_SECONDS = 15
 RAW_BYTES = 2_000_000
@@ -108,6 +108,8 @@ CALLS = {
             "4b_lora_65k", 80, "qwen3-4b", "--lora_rank", "16", "--tokens", "65536", "--steps", "2"
         ),
     ),
+    # By name alone.
+    "others": (Step("doctor", 120, (("-m", "lightrft.cli.main", "doctor", "--gpu"),)),),
 }
 
 
@@ -145,7 +147,8 @@ class Runner:
             begin = time.monotonic()
             outcome = self.step(step, begin + limit)
             lines.add("step", step.name, outcome=outcome, seconds=time.monotonic() - begin)
-            is_good &= outcome == "done"
+            # What is wrong with a machine explains its numbers; they are numbers all the same.
+            is_good &= outcome == "done" or step.name == "doctor"
             self.keep()
         return is_good
 

@@ -12,7 +12,7 @@ import torch
 from tests.models import planted_kernels
 
 from lightrft.cli.main import main
-from lightrft.tools.doctor import check as checks, machine_checks
+from lightrft.tools.doctor import check as checks, gpu_checks, machine_checks
 from lightrft.tools.doctor.check import Check, Verdict, checked, unchecked
 
 pytestmark = pytest.mark.shard("command_line")
@@ -75,6 +75,18 @@ def test_b12_a_slow_disk_is_no_broken_driver(monkeypatch):
     assert "install the driver" not in "".join(lines)
 
 
+def test_b13_the_rate_of_a_sync_leaves_out_what_every_sync_costs():
+    def report(num_bytes, seconds):
+        return SimpleNamespace(num_bytes=num_bytes, seconds=seconds, verify_seconds=0.5)
+
+    # 0.8 GB in 20 ms beside 60 ms of fixed costs: 40 GB/s, not 10.
+    probe = gpu_checks.EngineProbe(report(800_000_000, 0.58), report(0, 0.56))
+    assert gpu_checks.rate_of(probe).text == "40.0 GB/s, and 60 ms whatever is sent"
+    assert gpu_checks.rate_of(probe).verdict is Verdict.OK
+    slow = gpu_checks.EngineProbe(report(800_000_000, 0.76), report(0, 0.56))
+    assert gpu_checks.rate_of(slow).verdict is Verdict.BAD
+
+
 @without_gpu
 def test_every_check_of_this_machine_has_limit_and_remedy_and_says_what_it_left_out(
     monkeypatch, capsys
@@ -93,6 +105,16 @@ def test_every_check_of_this_machine_has_limit_and_remedy_and_says_what_it_left_
         assert any(line[4:].startswith(name) and "not checked" in line for line in left_out)
     assert any(line.startswith("ok  torch ") for line in lines)
     assert not any(line.startswith("BAD") for line in lines)
+
+
+@without_gpu
+def test_without_a_gpu_nothing_is_timed_and_the_code_says_so(capsys):
+    assert main(["doctor", "--gpu"]) == 3
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10
+    assert all("not checked: torch sees no GPU" in line for line in lines)
+    assert last == "0 ok, 0 bad, 10 could not be checked"
+    assert all(check.limit and check.remedy for check in gpu_checks.gpu_checks())
 
 
 def test_what_is_beyond_its_limit_is_bad_and_gives_code_3(monkeypatch, capsys):
@@ -122,7 +144,8 @@ def test_a_missing_package_is_bad_only_if_nothing_works_without(monkeypatch):
     assert verdicts["vllm"] is verdicts["deepspeed"] is Verdict.UNCHECKED
 
 
-def test_gpu_files_and_limits_of_the_job_are_read(tmp_path):
+def test_python_gpu_files_and_limits_of_the_job_are_read(tmp_path):
+    assert machine_checks.check_python((3, 10)).verdict is Verdict.BAD
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert machine_checks.device_files(tmp_path) == 2
@@ -147,6 +170,13 @@ def test_the_address_of_gloo_is_that_of_an_interface(monkeypatch):
     assert machine_checks.check_gloo().verdict is Verdict.BAD
 
 
+def test_the_steps_of_a_gpu_compute_what_they_claim_on_a_processor():
+    finding = gpu_checks.compare_attention("cpu", torch.float32)
+    assert finding.verdict is Verdict.OK
+    assert gpu_checks.head_error("cpu", torch.float32) <= 1e-5
+    assert gpu_checks.relative_error(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 4.0])) == 0.25
+
+
 @pytest.mark.parametrize(
     "kernel, verdict, text",
     [
@@ -166,3 +196,17 @@ def test_the_attention_kernel_is_tried_and_not_read_off_a_signature(
     finding = machine_checks.check_attention("cpu")
     assert finding.verdict is verdict
     assert finding.text.startswith(text)
+
+
+@pytest.mark.slow
+def test_the_engines_steps_find_report_runner_and_parity():
+    probe = gpu_checks.EngineProbe()
+    gpu_checks.run_probe(probe, "hf", hidden=128, layers=2)
+    assert probe.problem == ""
+    assert gpu_checks.runner_of(probe).text == "HFEngine"
+    assert gpu_checks.canary_of(probe).verdict is Verdict.OK
+    assert gpu_checks.parity_of(probe).verdict is Verdict.OK
+    assert probe.parity < 1e-3
+    assert gpu_checks.sleep_of(probe).verdict is Verdict.UNCHECKED
+    # The last sync would send only the norms' weights.
+    assert probe.empty_report.num_resident_bytes > 0.95 * probe.report.num_verified_bytes

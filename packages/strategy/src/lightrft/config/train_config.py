@@ -38,6 +38,7 @@ from lightrft.config.parts.machine import (
 )
 from lightrft.config.parts.rollout import (
     DrawOptions,
+    EnvironmentOptions,
     EpisodeOptions,
     RolloutOptions,
     TruncationOptions,
@@ -259,6 +260,7 @@ PARTS: Mapping[str, tuple[type[object], ...]] = {
         SplitOptions,
         PromptOptions,
         MediaOptions,
+        EnvironmentOptions,
         ScorerOptions,
     ),
 }

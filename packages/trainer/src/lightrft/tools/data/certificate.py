@@ -7,17 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 from types import FrameType
+from typing import TYPE_CHECKING, cast
 
-from lightrft.config import ScoringOptions
+from lightrft.config import EnvironmentOptions, ScoringOptions
 from lightrft.rewards import build_reward
 from lightrft.rewards.build import CombinedReward, reward_urls
 from lightrft.rewards.types import RewardError
 from lightrft.tools.data.probes import FORMS, Probe, Rule, final_answer, gold_text, probes_of
 from lightrft.tools.data.row_checks import CheckedRow
 
+if TYPE_CHECKING:
+    from lightrft.rollout.environments.pool import EnvironmentSpec, Host
+
 MAX_ROWS, MAX_PROBED_ROWS = 500, 50
+MAX_EPISODES = 8
 GRACE_SECONDS = 10.0
 # Answers made without the label may be right by chance. They raise no doubt up to this share, or up
 # to the share that one answer to all rows would get right.
@@ -264,3 +270,58 @@ def _interrupted_after(seconds: float, name: str) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def play_empty(rows: Sequence[CheckedRow], config: ScoringOptions) -> list[float | None]:
+    """Return the rewards of episodes of empty turns, which deserve none.
+
+    None is an episode that failed, or whose environment gives no reward.
+
+    Args:
+        rows: Rows of prompts; the first ones are played.
+        config: Options, those on environments.
+
+    Raises:
+        ConfigError: The environment cannot be loaded.
+    """
+    # Imported here: few checks are of an environment.
+    from lightrft.rollout.environments.calls import ENVIRONMENT_COLUMN
+    from lightrft.rollout.environments.pool import EnvironmentPool
+
+    pool, played = EnvironmentPool(config), rows[:MAX_EPISODES]
+
+    def play(number: int, host: Host) -> float | None:
+        name = str(played[number].columns.get(ENVIRONMENT_COLUMN))
+        spec = pool.specs[""] if "" in pool.specs else pool.specs[name]
+        return _play_empty(number, played[number], host, spec, config)
+
+    try:
+        works = [pool.begin(i, partial(play, i)) for i in range(len(played))]
+        results = [work.result() for work in works]
+    finally:
+        pool.close()
+    return [each if isinstance(each, float) else None for each in results]
+
+
+def _play_empty(
+    number: int, row: CheckedRow, host: Host, spec: EnvironmentSpec, config: EnvironmentOptions
+) -> float | None:
+    def ask(operation: str, turn: int, **details: object) -> object:
+        return host.ask(operation, str(number), draws=(number, turn), **details)
+
+    known = {"seed": 0, "sample_seed": number, "max_turns": config.max_turns}
+    columns = {name: known[name] for name in spec.takes} | dict(row.columns)
+    if spec.answers_turns:
+        columns.setdefault("prompt", [{"role": "user", "content": row.text}])
+    host.start()
+    ask("reset", -1, row=columns)
+    paid = 0.0
+    for turn in range(config.max_turns if spec.answers_turns else 0):
+        asked = {"name": next(iter(spec.functions)), "arguments": {"action": ""}}
+        reply = cast("dict[str, object]", ask("call", turn, **asked))
+        paid += float(cast("float", reply.get("reward", 0.0)))
+        if "ends_episode" in reply:
+            break
+    rewards = ask("reward", config.max_turns) if spec.has_reward else None
+    host.forget(str(number))
+    return None if rewards is None else paid + float(cast("list[float]", rewards)[0])

@@ -6,6 +6,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
 import psutil
@@ -38,7 +39,7 @@ from lightrft.datasets.text_ids import prompt_remark
 from lightrft.datasets.types import DataError
 from lightrft.engines.text import Tokenizer
 from lightrft.tools.commands import parser_of
-from lightrft.tools.data.certificate import Certificate, certify
+from lightrft.tools.data.certificate import Certificate, certify, play_empty
 from lightrft.tools.data.probes import IN_OTHER_WORDS
 from lightrft.tools.data.row_checks import CheckedRow, RowCheck, check_prompts, repeated
 from lightrft.tools.rewards.fork import Fork
@@ -160,6 +161,16 @@ def show_certificate(result: Certificate | None) -> None:
     for doubt in result.doubts:
         say(f"warning: {doubt}")
     show_lines("reference answers that cannot be right", result.problems, MAX_LINES)
+
+
+def show_empty(results: Sequence[float | None]) -> None:
+    """Print the rewards of episodes of empty turns, and a warning if one is above 0."""
+    rewards = [each for each in results if each is not None]
+    mean = f"{fmean(rewards):.3f}" if rewards else "none came to an end"
+    failed = f", {len(results) - len(rewards)} failed" if len(rewards) < len(results) else ""
+    say(f"episodes of empty turns, mean reward by the environment: {mean}{failed}")
+    if num_paid := sum(each > 0 for each in rewards):
+        say(f"warning: {num_paid} of {len(rewards)} episodes of empty turns are paid")
 
 
 def show_places(what: str, places: Sequence[str]) -> None:
@@ -301,10 +312,12 @@ def _say_of_model(
 
 
 def _num_reward_problems(usable: Sequence[CheckedRow], config: ScoringOptions) -> int:
-    """Try the rewards on the rows; return the number of problems."""
+    """Try the rewards and the environment on the rows; return the number of reward problems."""
     scores = bool(config.reward_fn or config.remote_rm_url)
     certificate = certify(usable, config) if scores and usable else None
     show_certificate(certificate)
+    if config.environment is not None and usable:
+        show_empty(play_empty(usable, config))
     return 0 if certificate is None else len(certificate.problems)
 
 

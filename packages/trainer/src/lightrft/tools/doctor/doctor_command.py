@@ -41,14 +41,18 @@ def run(argv: Sequence[str]) -> int:
         return examine_compiler(options)
     if options.pretrain is not None:
         return examine_statements(options.pretrain)
-    return examine_machine()
+    return examine_machine(gpu=options.gpu)
 
 
 def check_options(options: Namespace) -> None:
     """Raise a UsageError for an option that would have no effect."""
-    for name in ("invariance", "compile_backend"):
-        if vars(options)[name] and options.pretrain is None:
-            raise UsageError(f"lightrft doctor --{name} needs --pretrain: the model to examine")
+    names = ("compile_backend", "gpu", "invariance")
+    examinations = [f"--{name}" for name in names if vars(options)[name]]
+    if len(examinations) > 1:
+        raise UsageError(f"{' and '.join(examinations)}: each is an examination of its own")
+    if examinations and options.gpu != (options.pretrain is None):
+        what = "looks at no model: leave --pretrain out" if options.gpu else "needs --pretrain"
+        raise UsageError(f"{examinations[0]} {what}")
     if options.bf16 and not options.invariance:
         raise UsageError("lightrft doctor: --bf16 acts only with --invariance")
 
@@ -71,13 +75,20 @@ def examine_statements(path: str) -> int:
     return ExitCode.OK
 
 
-def examine_machine() -> int:
-    """Check this machine; return 3 if something is beyond its limit."""
-    from lightrft.tools.doctor.check import Verdict, report
-    from lightrft.tools.doctor.machine_checks import machine_checks
+def examine_machine(*, gpu: bool) -> int:
+    """Check this machine, or time its GPU; return 3 if something is beyond its limit.
 
-    verdicts = report(machine_checks(), lambda text: print(text, flush=True))
-    return ExitCode.PREFLIGHT if Verdict.BAD in verdicts else ExitCode.OK
+    With `gpu`, also return 3 if nothing could be timed: no verdict is not a good one.
+    """
+    from lightrft.tools.doctor.check import Verdict, report
+
+    if gpu:
+        from lightrft.tools.doctor.gpu_checks import gpu_checks as checks
+    else:
+        from lightrft.tools.doctor.machine_checks import machine_checks as checks
+    verdicts = report(checks(), lambda text: print(text, flush=True))
+    is_bad = Verdict.BAD in verdicts or (gpu and Verdict.OK not in verdicts)
+    return ExitCode.PREFLIGHT if is_bad else ExitCode.OK
 
 
 def examine_compiler(options: Namespace) -> int:

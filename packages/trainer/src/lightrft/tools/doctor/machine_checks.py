@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def machine_checks() -> list[Check]:
 
 def _package_checks() -> list[Check]:
     return [
+        Check("Python", ">= 3.11, < 3.14", "uv python install 3.11", check_python),
         *map(version_check, LIBRARIES),
         Check(
             "imports",
@@ -104,8 +106,16 @@ def _host_checks() -> list[Check]:
         Check(
             "disk", ">= 20 GB free here", "go to a larger disk, or give --output_dir", check_disk
         ),
+        Check(
+            "temporary folder", "can be written", "set TMPDIR to a folder of yours", check_temporary
+        ),
         Check("sandbox", "a program in it finds no way out", REMEDIES, check_sandbox),
     ]
+
+
+def check_python(numbers: tuple[int, int] = sys.version_info[:2]) -> CheckResult:
+    """Check the interpreter's version."""
+    return checked((3, 11) <= numbers < (3, 14), ".".join(map(str, numbers)))
 
 
 def version_check(name: str) -> Check:
@@ -257,6 +267,15 @@ def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResul
     return checked(
         min(available, job) >= MIN_MEMORY, f"{text}, the job may take {job / GIGABYTE:.1f}"
     )
+
+
+def check_temporary() -> CheckResult:
+    """Check that a temporary file can be written and read back."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"lightrft")
+        file.flush()
+        is_whole = Path(file.name).read_bytes() == b"lightrft"
+    return checked(is_whole, tempfile.gettempdir())
 
 
 def check_sandbox() -> CheckResult:
