@@ -73,6 +73,10 @@ def test_choices_that_change_nothing_are_refused():
         prove_routers(routers, lambda: (model(ids), hidden)[1])
 
 
+def gradient(actor):
+    return torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
+
+
 def completions_of(model, **options):
     engine = HFEngine(EngineConfig("hf", "", options=options), module=model)
     params = SamplingParams(max_tokens=9, n=3, seed=5, records_routes=True)
@@ -203,14 +207,12 @@ def test_other_ways_to_compute_give_the_same_gradients(name, way):
             if not len(batch[0][rows]):
                 continue
             loss_of(actor, batch, routes, rows).backward()
-        grads = [p.grad.flatten() for p in actor.parameters() if p.grad is not None]
-        results.append(torch.cat(grads))
+        results.append(gradient(actor))
     distance = (results[0] - results[1]).norm() / results[0].norm()
     assert distance < 1e-5  # routers compute in float32
     actor = Actor(moe_model(name, torch.float64))
     loss_of(actor, batch, None).backward()
-    natural = torch.cat([p.grad.flatten() for p in actor.parameters() if p.grad is not None])
-    assert (natural - results[0]).norm() > 1e-2 * results[0].norm()
+    assert (gradient(actor) - results[0]).norm() > 1e-2 * results[0].norm()
 
 
 def test_experts_that_do_not_fit_the_model_are_refused():

@@ -81,13 +81,17 @@ def logprobs(actor, path):
     return actor(ids, torch.ones_like(ids, dtype=torch.bool)).logprobs
 
 
-def compare(rank, world_size, folders):
-    """Hashes of every model, once both ways to read it gave the same."""
+def sharding(world_size):
     from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
 
-    found = {}
     settings = {"bf16": False, "timeout_minutes": 2.0}
-    with FSDPV2Strategy(1, 1.0, 1, world_size, args=settings) as strategy:
+    return FSDPV2Strategy(1, 1.0, 1, world_size, args=settings)
+
+
+def compare(rank, world_size, folders):
+    """Hashes of every model, once both ways to read it gave the same."""
+    found = {}
+    with sharding(world_size) as strategy:
         for name, path in folders.items():
             options = LORA if name in ADAPTED else {}
             whole, shards = (read(strategy, path, options, meta) for meta in (False, True))
@@ -135,11 +139,8 @@ class HostMemory(TorchDispatchMode):
 
 def measure(rank, world_size, folders):
     """Peaks of the host's memory by model and way to read, with the sizes of parts."""
-    from lightrft.strategy.fsdp2.strategy import FSDPV2Strategy
-
     found = []
-    settings = {"bf16": False, "timeout_minutes": 2.0}
-    with FSDPV2Strategy(1, 1.0, 1, world_size, args=settings) as strategy:
+    with sharding(world_size) as strategy:
         for path in folders:
             for options in ({}, LORA):
                 peaks = []

@@ -68,13 +68,17 @@ def test_silence_has_a_line_that_goes_when_something_is_written(terminal):
     assert terminal.getvalue().endswith(ERASE)
 
 
+def require_silent(terminal):
+    before = terminal.getvalue()
+    threading.Event().wait(0.1)
+    assert terminal.getvalue() == before
+
+
 def test_a_line_that_is_not_ended_is_not_written_over(terminal):
     with bar_on(terminal):
         terminal.await_text("lightrft try")
         print("half a line", end="")
-        before = terminal.getvalue()
-        threading.Event().wait(0.1)
-        assert terminal.getvalue() == before
+        require_silent(terminal)
         print()
         terminal.waits.clear()
         terminal.await_text("lightrft try")
@@ -85,9 +89,7 @@ def test_another_bar_or_the_end_removes_it_for_good(terminal):
         terminal.await_text("lightrft try")
         end_start_bar()
         assert terminal.getvalue().endswith(ERASE)
-        before = terminal.getvalue()
-        threading.Event().wait(0.1)
-        assert terminal.getvalue() == before
+        require_silent(terminal)
 
 
 @pytest.mark.parametrize("how", ["a file", "a rank", "CI"])

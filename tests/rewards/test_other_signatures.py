@@ -20,16 +20,22 @@ def function_of(name):
     return space["f"]
 
 
+def scored(reward, columns, name):
+    """Results of a function, whose rewards are those of its signature."""
+    try:
+        reward.check_columns(columns)
+        results = reward.score(PROMPTS, RESPONSES, LABELS, columns)
+    finally:
+        reward.close()
+    assert [result.reward for result in results] == SIGNATURES[name]["rewards"]
+    return results
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_a_function_of_another_project_is_called_as_it_expects(name):
     components = SIGNATURES[name].get("components", {})
     reward = PlainReward("f", function_of(name), TrainConfig())
-    try:
-        reward.check_columns(COLUMNS)
-        results = reward.score(PROMPTS, RESPONSES, LABELS, COLUMNS)
-    finally:
-        reward.close()
-    assert [result.reward for result in results] == SIGNATURES[name]["rewards"]
+    results = scored(reward, COLUMNS, name)
     for part, values in components.items():
         assert [result.components[part] for result in results] == values
     known = {"f", *components}
@@ -45,12 +51,7 @@ def test_the_same_in_a_file_and_without_the_columns_of_verl(tmp_path):
         source = SIGNATURES[name]["source"]
         path.write_text(source.replace("ok =", "ok = data_source is None and"))
         reward = UserReward(path, "f", TrainConfig())
-        try:
-            reward.check_columns([])
-            results = reward.score(PROMPTS, RESPONSES, LABELS, {})
-        finally:
-            reward.close()
-        assert [result.reward for result in results] == SIGNATURES[name]["rewards"]
+        scored(reward, {}, name)
 
 
 def test_arguments_of_a_function_of_verl_come_from_reward_args():

@@ -68,12 +68,16 @@ def test_batch_scope_keeps_the_upper_share_over_all_ranks():
     assert share == pytest.approx(float(weights.sum() / mask.sum()))
 
 
+def ratio_to_engine(rows):
+    return (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
+
+
 def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine():
     rows = random_experience(3)
     mask = rows.rollouts.response_mask
     metrics = StepMetrics()
     weights = weights_of(rows, OneRank(), metrics, correction="tis", high=1.5)
-    raw = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
+    raw = ratio_to_engine(rows)
     expected = torch.where(mask, raw.clamp(max=1.5), 0.0)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=1e-9)
     found = metrics.reduce(OneRank())
@@ -90,7 +94,7 @@ def test_truncated_importance_weights_are_the_capped_ratio_of_trainer_to_engine(
 def test_terms_are_composed_and_weights_of_mean_one_count_all_ranks():
     rows = random_experience(3)
     mask = rows.rollouts.response_mask
-    ratio = (rows.outputs.old_logprobs - rows.rollouts.rollout_logprobs).double().exp()
+    ratio = ratio_to_engine(rows)
     kept = mask & ((ratio - 1 - ratio.log()) <= 0.1)
     correction = ("reject:k3:token:high=0.1", "weight:ratio:token:low=0.7:high=1.5:mean-one")
     other = torch.tensor([30.0, 20.0], dtype=torch.float64)  # twenty tokens that weigh thirty
@@ -130,19 +134,14 @@ def test_both_multiply():
     torch.testing.assert_close(both, left * right)
 
 
-def update_norm(build_world, **options):
-    world = build_world(loss_agg_mode="token-mean", **options)
-    return world.step()
-
-
 def test_a_correction_with_equal_policies_changes_nothing_and_is_measured(build_world):
-    plain = update_norm(build_world)
-    corrected = update_norm(build_world, off_policy_correction="tis")
+    def stepped(**options):
+        return build_world(loss_agg_mode="token-mean", **options).step()
+
+    plain, corrected = stepped(), stepped(off_policy_correction="tis")
     assert corrected["correction_weight"] == pytest.approx(1, abs=1e-4)
     assert corrected["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-3)
-    rejected = update_norm(
-        build_world, off_policy_correction="icepop", correction_low=0.0, correction_high=0.5
-    )
+    rejected = stepped(off_policy_correction="icepop", correction_low=0.0, correction_high=0.5)
     assert rejected["correction_rejected_share"] == 1
     assert rejected["grad_norm"] == 0
 
