@@ -47,13 +47,14 @@ class WorkerFailedError(Exception):
     Args:
         message: Type and message of the exception, or how the process ended.
         kind: Name of the exception's type; empty if the process ended.
-        traceback: Part of the traceback in the user's code; empty if there is none.
+        traceback: Part of the traceback in the user's code, `where` on lines of its own; empty if
+            there is none.
     """
 
     def __init__(self, message: str, *, kind: str = "", traceback: str = "") -> None:
         super().__init__(message)
         self.kind = kind
-        self.traceback = traceback
+        self.where = f"\n{traceback}" if traceback else ""
 
 
 # A variable is withheld if one of its words, between underscores, is one of these ...

@@ -320,5 +320,4 @@ class UserReward(FunctionReward):
         return signature
 
     def _error(self, what: str, err: WorkerFailedError) -> RewardError:
-        details = f"\n{err.traceback}" if err.traceback else ""
-        return RewardError(f"reward function {self._spelling} {what}: {err}{details}")
+        return RewardError(f"reward function {self._spelling} {what}: {err}{err.where}")

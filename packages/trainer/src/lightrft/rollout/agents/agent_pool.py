@@ -136,7 +136,7 @@ class AgentPool:
             elif isinstance(problem, WorkerTimeoutError):
                 tell(AgentEnd(number, failure=late))
             elif isinstance(problem, WorkerFailedError) and problem.kind:
-                tell(AgentEnd(number, failure=str(problem)))
+                tell(AgentEnd(number, failure=f"{problem}{problem.where}"))
             else:
                 reason = str(problem)
                 continue

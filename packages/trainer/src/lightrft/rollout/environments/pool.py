@@ -112,11 +112,10 @@ class Host:
             text = f"{operation} did not return within {self.seconds:g} s; {error}"
             raise EpisodeError(text) from error
         except WorkerFailedError as error:
-            where = f"\n{error.traceback}" if error.traceback else ""
             error_type = (
                 NoRoomError if error.kind == EnvironmentFullError.__name__ else EpisodeError
             )
-            raise error_type(f"{operation} failed: {error}{where}") from error
+            raise error_type(f"{operation} failed: {error}{error.where}") from error
 
     def forget(self, episode: str) -> None:
         """Close an episode if the worker still has it.
