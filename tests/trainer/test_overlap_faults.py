@@ -100,15 +100,15 @@ def hashes_of_the_first_step(engine_class):
 
 def denominators_of_other_weights(*_):
     """Rows come with the logprobs of other weights than those that sampled them."""
-    import lightrft.experience.maker as maker
+    import lightrft.experience.delivery as delivery
 
-    tabulate = maker.tabulate
+    tabulate = delivery.tabulate
 
     def other(scored):
         table = tabulate(scored)
         return replace(table, rollout_logprobs=table.rollout_logprobs - 0.01)
 
-    maker.tabulate = other
+    delivery.tabulate = other
 
 
 def changes_what_is_held(change):
