@@ -82,13 +82,11 @@ def a_round(pool):
     """Seconds until every episode has had one call answered."""
 
     def begin(number, host):
-        host.start()
-        host.ask("reset", str(number), draws=(number, -1), row={})
+        host.ask("reset", draws=(number, -1), row={})
 
     def call(number, host):
-        host.start()
         asked = {"name": "mix", "arguments": {"number": number}}
-        return host.ask("call", str(number), draws=(number, 0), **asked)
+        return host.ask("call", draws=(number, 0), **asked)
 
     numbers = range(NUM_EPISODES)
     begun = [pool.begin(number, partial(begin, number)) for number in numbers]

@@ -148,7 +148,7 @@ class Registered:
 def test_what_cannot_be_adapted_is_refused_at_the_start(text, tools, message, monkeypatch):
     monkeypatch.setattr("lightrft.tools.environments.openenv.CONNECT_SECONDS", seconds(1.0))
     with pytest.raises(ReportedError, match=message):
-        HostedEnvironments(text, tools, 1000, True).describe()
+        HostedEnvironments(text, tools, 1000).describe()
 
 
 def test_the_file_of_an_adapted_class_is_part_of_what_a_continued_run_compares():

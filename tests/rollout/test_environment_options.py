@@ -75,7 +75,7 @@ def file(tmp_path):
 
 
 def hosted(text, options=None, *, takes_attribute=False):
-    return HostedEnvironments(text, (), 1000, True, False, options or {}, takes_attribute)
+    return HostedEnvironments(text, (), 1000, False, options or {}, takes_attribute)
 
 
 def asked(host, operation, **details):
@@ -145,8 +145,7 @@ def test_a_worker_gets_the_secrets_that_are_named_and_the_arguments(file, monkey
         pool = EnvironmentPool(config)
 
         def told(host):
-            host.start()
-            return host.ask("reset", "0", seconds=60, draws=(0, 0), row={})
+            return host.ask("reset", seconds=60, row={})
 
         try:
             found.append(pool.begin(0, told).result())

@@ -49,7 +49,6 @@ class Player:
         self.pool, self.limit = pool, limit
 
     def play(self, number, calls, host):
-        host.start()
         host.seconds = self.limit
         told = [self.ask(host, number, "reset", -1, row={})]
         for place, (name, arguments) in enumerate(calls):
@@ -60,8 +59,7 @@ class Player:
         return told, host.generation
 
     def ask(self, host, number, operation, place, **details):
-        draws = (number, place)
-        return host.ask(operation, str(number), draws=draws, **details)
+        return host.ask(operation, draws=(number, place), **details)
 
     def begin(self, episodes):
         """Futures of episodes, all begun at once."""

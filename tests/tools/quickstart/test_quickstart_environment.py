@@ -43,7 +43,7 @@ class Calculator:
 
 def schemas():
     path = examples_folder() / CALCULATOR.files["environment.py"]
-    hosted = HostedEnvironments(f"{path}:Calculator", (), 1000, True)
+    hosted = HostedEnvironments(f"{path}:Calculator", (), 1000)
     return hosted.describe()[""]["schemas"]
 
 

@@ -146,11 +146,10 @@ class Episode(Transcript):
             EpisodeError: It cannot be reset.
             OtherAnswerError: An answer differs.
         """
-        host.start()
         if self.generation == host.generation:
             return
         is_new = self.generation == 0
-        answer = host.ask("reset", str(self.number), draws=(self.seeds[0], -1), row=self.row)
+        answer = host.ask("reset", draws=(self.seeds[0], -1), row=self.row)
         message = answer["text"] if isinstance(answer, dict) else answer
         if not is_new and message != self.reset_message:
             raise OtherAnswerError("reset answered otherwise when it was repeated")
@@ -174,13 +173,13 @@ class Episode(Transcript):
     ) -> dict[str, object]:
         """Make the call of the episode with this number; its number determines its draws."""
         draws = self.seeds[1], number
-        key, details = str(self.number), {"name": name, "arguments": arguments}
-        return cast("dict[str, object]", host.ask("call", key, draws=draws, **details))
+        answer = host.ask("call", draws=draws, name=name, arguments=arguments)
+        return cast("dict[str, object]", answer)
 
     def ask(self, host: Host, operation: str) -> object:
         """Perform an operation at the end of the episode on its restored environment."""
         self.host_on(host)
-        return host.ask(operation, str(self.number), draws=(self.seeds[1], len(self.made_calls)))
+        return host.ask(operation, draws=(self.seeds[1], len(self.made_calls)))
 
     def as_rollout(self) -> Rollout:
         """Return the finished episode as a sample."""

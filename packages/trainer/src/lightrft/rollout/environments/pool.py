@@ -18,7 +18,7 @@ from lightrft.rewards.process import (
 from lightrft.rollout.environments.calls import TURN_TOOL
 from lightrft.rollout.environments.worker import EnvironmentFullError
 from lightrft.rollout.user_code import absolute_reference
-from lightrft.rollout.workers import EpisodeError, SharedWorker, WorkerLostError, Workers
+from lightrft.rollout.workers import EpisodeError, SharedWorker, Workers
 
 Result = TypeVar("Result")
 _TURN_SCHEMA: dict[str, object] = {"parameters": {"properties": {"action": {"type": "string"}}}}
@@ -62,39 +62,26 @@ class EnvironmentSpec:
         return {str(function["name"]): function for function in functions}
 
 
+@dataclass(slots=True)
 class Host:
-    """A worker and how often it was started; each start loses its episodes.
-
-    It serves one piece of work, whose calls never reach a worker that was started later.
+    """The worker of an episode, for one piece of work.
 
     Args:
-        workers: Workers of the task.
+        worker: Worker that runs.
+        generation: Number of workers so far; each start loses the episodes.
+        episode: Key of the episode.
         seconds: Limit of an operation.
         stateless: Names of the tools that are plain functions.
     """
 
-    def __init__(self, workers: Workers, seconds: float, stateless: Collection[str]) -> None:
-        self._workers, self.seconds, self.stateless = workers, seconds, stateless
-        self._worker: SharedWorker | None = None
-        self.generation = 0
+    worker: SharedWorker
+    generation: int
+    episode: str
+    seconds: float
+    stateless: Collection[str]
 
-    def start(self) -> None:
-        """Start the worker if it does not run.
-
-        Raises:
-            WorkerFailedError: It cannot be set up.
-        """
-        self._worker, self.generation = self._workers.started()
-
-    def ask(
-        self,
-        operation: str,
-        episode: str,
-        *,
-        draws: tuple[int, int],
-        **details: object,
-    ) -> object:
-        """Perform one operation on one episode of the worker that was started.
+    def ask(self, operation: str, *, draws: tuple[int, int] = (0, 0), **details: object) -> object:
+        """Perform one operation on the episode.
 
         Its random numbers depend on `draws`.
 
@@ -103,11 +90,9 @@ class Host:
             NoRoomError: The environment takes no further episode for now.
             WorkerLostError: The worker has ended otherwise.
         """
-        if self._worker is None:
-            raise WorkerLostError("it was not started", is_explained=True)
+        request = {"operation": operation, "episode": self.episode, "draws": draws, **details}
         try:
-            request = {"operation": operation, "episode": episode, "draws": draws, **details}
-            return self._worker.send(request, seconds=self.seconds).result()
+            return self.worker.send(request, seconds=self.seconds).result()
         except WorkerTimeoutError as error:
             text = f"{operation} did not return within {self.seconds:g} s; {error}"
             raise EpisodeError(text) from error
@@ -116,16 +101,6 @@ class Host:
                 NoRoomError if error.kind == EnvironmentFullError.__name__ else EpisodeError
             )
             raise error_type(f"{operation} failed: {error}{error.where}") from error
-
-    def forget(self, episode: str) -> None:
-        """Close an episode if the worker still has it.
-
-        Raises:
-            EpisodeError, WorkerLostError: As `ask`.
-        """
-        self._worker = self._workers.current
-        if self._worker is not None and self._worker.is_running:
-            self.ask("close", episode, draws=(0, 0))
 
 
 class EnvironmentPool:
@@ -146,7 +121,7 @@ class EnvironmentPool:
         task, self._seconds = _task(config, reads_images=reads_images), config.tool_timeout_seconds
         count = config.environment_workers or os.cpu_count() or 1
         # Schemas need a library that is slow to import and that no episode needs.
-        describing = replace(task, arguments=(*task.arguments[:3], True, *task.arguments[4:]))
+        describing = replace(task, arguments=task.arguments[:-1])
         self._workers = [Workers(describing), *(Workers(task) for _ in range(count - 1))]
         try:
             self._workers[0].started()
@@ -173,15 +148,19 @@ class EnvironmentPool:
 
         def serve() -> Result | EpisodeError:
             try:
-                return workers.attempt(lambda: work(Host(workers, self._seconds, self.stateless)))
+                return workers.attempt(
+                    lambda: work(
+                        Host(*workers.started(), str(number), self._seconds, self.stateless)
+                    )
+                )
             except EpisodeError as error:
                 return error
 
         return self._threads[place].submit(serve)
 
-    def forget(self, number: int) -> Future[EpisodeError | None]:
-        """Close an episode if a worker still has it."""
-        return self.begin(number, lambda host: host.forget(str(number)))
+    def forget(self, number: int) -> Future[object]:
+        """Close an episode if its worker still has it."""
+        return self.begin(number, lambda host: host.ask("close"))
 
     def close(self) -> None:
         """End the workers; may be called twice."""
@@ -192,7 +171,7 @@ class EnvironmentPool:
 
 
 def _task(config: ScoringOptions, *, reads_images: bool) -> WorkerTask:
-    """Return the task of each worker; its fourth argument is whether it describes its classes."""
+    """Return the task of each worker; its last argument is whether it describes its classes."""
     environment, place = None, ""
     if config.environment is not None:
         environment, place = absolute_reference(config.environment, "environment")
@@ -203,10 +182,10 @@ def _task(config: ScoringOptions, *, reads_images: bool) -> WorkerTask:
             environment,
             tuple(absolute_reference(text, "tool")[0] for text in config.tools),
             CHARACTERS_PER_TOKEN * config.max_observation_tokens,
-            False,
             reads_images,
             config.environment_args or {},
             not config.num_rewards,
+            False,
         ),
         resident_bytes=int(1e9 * (config.environment_memory_gb or 0)) or None,
         memory_option="--environment_memory_gb",

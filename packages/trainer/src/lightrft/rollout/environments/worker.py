@@ -103,11 +103,11 @@ class HostedEnvironments(HostedEpisodes):
             dict of these by name; None for stateless tools alone.
         tools: Import strings of functions.
         max_characters: Longest answer that is sent; a longer one is cut, and says so.
-        describes: `describe` returns specifications; only one worker needs to.
         reads_images: The model reads images, so answers may have some.
         options: Arguments of the environment's class.
         takes_attribute: A class without `get_reward` pays by its attribute `reward`; false where
             a reward function may read that attribute.
+        describes: `describe` returns specifications; only one worker needs to.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class HostedEnvironments(HostedEpisodes):
         environment: str | None,
         tools: Sequence[str],
         max_characters: int,
-        describes: bool,
         reads_images: bool = False,
         options: Mapping[str, object] = MappingProxyType({}),
         takes_attribute: bool = False,
+        describes: bool = True,
     ) -> None:
         import numpy.random  # noqa: F401 - seeding covers only modules that are imported before
 

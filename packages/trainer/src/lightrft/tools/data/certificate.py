@@ -307,13 +307,12 @@ def _play_empty(
     number: int, row: CheckedRow, host: Host, spec: EnvironmentSpec, config: EnvironmentOptions
 ) -> float | None:
     def ask(operation: str, turn: int, **details: object) -> object:
-        return host.ask(operation, str(number), draws=(number, turn), **details)
+        return host.ask(operation, draws=(number, turn), **details)
 
     known = {"seed": 0, "sample_seed": number, "max_turns": config.max_turns}
     columns = {name: known[name] for name in spec.takes} | dict(row.columns)
     if spec.answers_turns:
         columns.setdefault("prompt", [{"role": "user", "content": row.text}])
-    host.start()
     ask("reset", -1, row=columns)
     paid = 0.0
     for turn in range(config.max_turns if spec.answers_turns else 0):
@@ -323,5 +322,5 @@ def _play_empty(
         if "ends_episode" in reply:
             break
     rewards = ask("reward", config.max_turns) if spec.has_reward else None
-    host.forget(str(number))
+    host.ask("close")
     return None if rewards is None else paid + float(cast("list[float]", rewards)[0])
