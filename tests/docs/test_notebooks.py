@@ -4,8 +4,9 @@ import json
 import time
 
 import pytest
-from tests.docs.test_pictures import DOCS, load
+from tests.docs.test_pictures import DOCS
 from tests.machine import seconds
+from tests.programs import load_script
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient and ipykernel")
 BOOKS = sorted(path.stem for path in (DOCS / "notebooks").glob("*.ipynb"))
@@ -30,7 +31,9 @@ def test_a_page_has_cells_and_outputs_of_which_long_ones_are_cut():
     text = "".join(f"{n}\n" for n in range(40))
     cell.outputs = [nbformat.v4.new_output("stream", text=text)]
     head = nbformat.v4.new_markdown_cell("# Title\n\nAfter this page.")
-    page = load("notebooks").page(nbformat.v4.new_notebook(cells=[head, cell]), "book")
+    page = load_script(DOCS / "notebooks.py").page(
+        nbformat.v4.new_notebook(cells=[head, cell]), "book"
+    )
     assert page.startswith("# Title\n\n[The notebook as a file](book.ipynb)\n\nAfter this page.\n")
     assert "```python\nfor n" in page
     assert "\n7\n[24 lines left out]\n32\n" in page
@@ -41,7 +44,7 @@ def test_a_page_has_cells_and_outputs_of_which_long_ones_are_cut():
 @pytest.mark.parametrize("name", BOOKS)
 def test_a_notebook_trains_within_a_minute(name, tmp_path):
     limit, start = seconds(60), time.monotonic()
-    load("notebooks").execute(read(name), tmp_path, timeout_seconds=limit)
+    load_script(DOCS / "notebooks.py").execute(read(name), tmp_path, timeout_seconds=limit)
     assert time.monotonic() - start < limit
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     rewards = [row["reward"] for row in map(json.loads, lines) if "reward" in row]

@@ -143,7 +143,7 @@ def test_an_episode_without_a_call_has_failed(stage):
 
 def test_a_failed_agent_ends_the_run_or_is_masked(stage):
     rows = [{"input": "Find it.", "target": 7}, {"input": "Find that.", "target": 8}]
-    with pytest.raises(RewardError, match="prompt 0: ValueError: bang\n  File .*, in "):
+    with pytest.raises(RewardError, match=r"prompt 0: ValueError: bang\n  File .*, in "):
         stage("raises", rows=rows).sample()
     samples = stage("raises", rows=rows, reward_failure="mask").sample()
     assert samples.table.is_masked.tolist() == [True, True, False, False]
