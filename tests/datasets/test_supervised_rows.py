@@ -49,11 +49,13 @@ def test_a_completion_begins_with_the_token_that_holds_its_first_character(
 
 def test_prompt_and_completion_may_be_put_into_the_chat_template(tmp_path):
     row = {"prompt": "hello", "completion": "ok."}
-    data, found = load(tmp_path, [row], apply_chat_template=True)
-    (whole, trained), (expected, _) = found[0], load(tmp_path, [{"messages": CHAT[:2]}])[1][0]
-    assert whole == expected
-    assert trained == "ok.<|im_end|>"
+    data, rendered = load(tmp_path, [row], apply_chat_template=True)
+    assert rendered == [(load(tmp_path, [{"messages": CHAT[:2]}])[1][0][0], "ok.<|im_end|>")]
     assert "rows (prompt and completion)" in data.summary
+    # Messages, as TRL has them, need no option, and stand beside texts with it.
+    asked = {"prompt": CHAT[:1], "completion": CHAT[1:2]}
+    assert load(tmp_path, [asked, {**asked, "completion": "ok."}])[1] == rendered * 2
+    assert load(tmp_path, [row, asked], apply_chat_template=True)[1] == rendered * 2
 
 
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": SPOKEN}])

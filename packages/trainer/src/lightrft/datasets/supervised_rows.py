@@ -61,13 +61,15 @@ KINDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     "instruction and output": ("instruction", "output"),
 }
+_PAIR, _TALK = "prompt and completion", "prompt and completion as messages"
 # Trainable parts of each kind, the default first.
 _CHAT = ("assistant", "last_assistant", "all")
 TRAINABLE: dict[str, tuple[str, ...]] = {
     "token ids": ("completion", "all"),
     "messages": _CHAT,
     "conversations": _CHAT,
-    "prompt and completion": ("completion", "all"),
+    _PAIR: ("completion", "all"),
+    _TALK: ("completion", "all"),
     "text": ("all",),
     "instruction and output": _CHAT,
 }
@@ -169,7 +171,8 @@ def kind_of(row: Row) -> str:
     present = {name for name, value in row.columns.items() if value is not None}
     for kind, columns in KINDS.items():
         if present.issuperset(columns):
-            return kind
+            has_lists = any(isinstance(row.columns[name], list) for name in columns)
+            return _TALK if kind == _PAIR and has_lists else kind
     raise DataError(
         f"{row.location}: expected a column messages, conversations or text, or prompt and "
         "completion, or instruction and output, or token_ids and is_trained; found "
@@ -233,14 +236,14 @@ class RowEncoder:
                 f"train_on {self.train_on}: rows with {kind} take {' or '.join(TRAINABLE[kind])}"
             )
         self._tokenizer = tokenizer
-        self._in_chat = kind == "prompt and completion" and config.apply_chat_template
+        self._in_chat = kind == _TALK or (kind == _PAIR and config.apply_chat_template)
         is_chat = "assistant" in TRAINABLE[kind] or self._in_chat
         uses_template = config.apply_chat_template or config.chat_template
         if uses_template and not is_chat:
             name = "apply_chat_template" if config.apply_chat_template else "chat_template"
-            more = ", or add apply_chat_template" if kind == "prompt and completion" else ""
+            more = ", or add apply_chat_template" if kind == _PAIR else ""
             raise DataError(f"{name}: rows with {kind} have no turns: leave it out{more}")
-        if kind == "prompt and completion" and not tokenizer.is_fast:
+        if kind == _PAIR and not tokenizer.is_fast:
             raise DataError(
                 "rows with prompt and completion need a fast tokenizer, which knows the place of "
                 f"each token: got {type(tokenizer).__name__}; give messages instead"
@@ -260,7 +263,7 @@ class RowEncoder:
             DataError: The row cannot be used.
         """
         kind = kind_of(row)
-        if kind != self.kind:
+        if kind != self.kind and not (self._in_chat and kind in (_PAIR, _TALK)):
             raise DataError(
                 f"{row.location}: expected {self.kind}, as in the first row: got {kind}"
             )
