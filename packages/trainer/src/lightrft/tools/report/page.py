@@ -192,10 +192,26 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
         if values:
             facts.append((name, f"{values[0]:.3f} → {values[-1]:.3f}"))
     facts.append(("verdict", run_verdict(row for step, row in run.metrics.items() if step > 0)))
+    facts.append(("weight sync", _sync_line(run)))
     facts.append(("memory at the peak", _memory_line(run)))
+    facts += [("trained on", f"{path}: samples of {text}") for path, text in run.origins.items()]
     versions = ", ".join(f"{name} {text}" for name, text in run.versions.items())
     facts.append(("versions", versions or "not recorded"))
     return facts
+
+
+def _sync_line(run: RunData) -> str:
+    if not run.hashes:
+        return "none recorded"
+    step, engine_hash = list(run.hashes.items())[-1]
+    version = run.metrics[step].get("weights_version")
+    options = {option.name: option.value for option in run.options}
+    checked = {"true": "hash compared at each", "false": "hash not compared"}
+    return (
+        f"weights version {'unknown' if version is None else int(version)} after step {step}, "
+        f"engine hash {engine_hash % 2**64:016x}; {len(run.hashes)} syncs, "
+        f"{checked.get(options.get('verify_weight_sync', ''), 'comparison not recorded')}"
+    )
 
 
 def _memory_line(run: RunData) -> str:

@@ -80,6 +80,8 @@ class RunData:
         events: Starts, stops and continuations, oldest first.
         chain: Lines of the tree of runs that it came from, see `chain_of`.
         planned_bytes: Planned memory by phase.
+        hashes: Hash of the engine's weights by step.
+        origins: Run that the samples in a file of rows come from, by file.
     """
 
     name: str
@@ -95,6 +97,8 @@ class RunData:
     chain: Sequence[str]
     command: str
     planned_bytes: Mapping[str, object]
+    hashes: Mapping[int, int]
+    origins: Mapping[str, str]
 
     def points(self, name: str) -> list[tuple[int, float | None]]:
         """Return steps and values of one metric, where a step has it."""
@@ -135,7 +139,7 @@ def read_run(folder: Path) -> RunData:
     names = (CONFIG_FILE, METRICS_FILE, SAMPLES_FILE, SUMMARY_FILE)
     notes = [f"{name} is missing." for name in names[:3] if not (folder / name).is_file()]
     lines = JsonLines(folder / METRICS_FILE)
-    metrics = _read_metrics(lines)
+    metrics, hashes = _read_metrics(lines)
     if lines.num_unreadable:
         notes.append(f"{METRICS_FILE}: {lines.num_unreadable} unreadable lines left out.")
     summary, start = read_json(folder / SUMMARY_FILE), read_json(folder / START_FILE)
@@ -153,6 +157,8 @@ def read_run(folder: Path) -> RunData:
         status=status or _status(summary, last_step, quiet, durations),
         quiet_seconds=quiet,
         metrics=metrics,
+        hashes=hashes,
+        origins=_origins(start.get("inputs")),
         options=_read_options(folder / CONFIG_FILE, notes),
         versions=_texts(start.get("versions")) or _texts(summary.get("versions")),
         world_size=world_size if isinstance(world_size, int) else None,
@@ -175,12 +181,25 @@ def _status(
     return "running" if quiet < patience else "stopped"
 
 
-def _read_metrics(lines: JsonLines) -> dict[int, dict[str, float | None]]:
+def _origins(inputs: object) -> dict[str, str]:
+    entries = inputs.items() if isinstance(inputs, Mapping) else ()
+    return {
+        str(path): str(entry["origin"])
+        for path, entry in entries
+        if isinstance(entry, Mapping) and "origin" in entry
+    }
+
+
+def _read_metrics(lines: JsonLines) -> tuple[dict[int, dict[str, float | None]], dict[int, int]]:
     metrics: dict[int, dict[str, float | None]] = {}
+    hashes: dict[int, int] = {}
     for step, entry in lines:
         row = metrics.setdefault(step, {})
         row |= {name: _number(value) for name, value in entry.items() if name != "step"}
-    return dict(sorted(metrics.items()))
+        engine_hash = entry.get("engine_hash")
+        if isinstance(engine_hash, int):  # a float has lost its last digits
+            hashes[step] = engine_hash
+    return dict(sorted(metrics.items())), dict(sorted(hashes.items()))
 
 
 def _number(value: object) -> float | None:
