@@ -170,6 +170,29 @@ def test_a_format_with_json_is_read_off_the_template(family):
         parse(turn.replace('{"x": 1}', "1"), True)
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["<call:ID>" + NAMED + "</call:ID>", "<NAME>JSON</NAME>", '[{"NAME": JSON}]', ">>>NAME JSON"],
+)
+def test_a_format_whose_marks_hold_the_call_is_not_read_off(call):
+    with pytest.raises(ConfigError, match="no calls can be read"):
+        choose_parser("auto", tokenizer_of(TURNS % written("", call, "", "")), ())
+
+
+@pytest.mark.parametrize(
+    "family, text",
+    [
+        ("xLAM", '[{"name": "Alice", "age": 5}]'),
+        ("xLAM", '{"id": 7, "title": "x"}'),
+        ("xLAM", "[note] hello"),
+        ("Command R", 'Action: ```json\n[{"a": 1}]```'),
+        ("Command R", "as ```json\n[1]``` shows"),
+    ],
+)
+def test_other_json_is_an_answer(family, text):
+    assert choose_parser("auto", tokenizer_of(TURNS % WRITTEN[family]), ())(text, True) == []
+
+
 @pytest.mark.parametrize("name", ["hermes", "glm", "llama", "pythonic"])
 def test_a_parser_that_does_not_read_the_template_is_refused(name):
     with pytest.raises(ConfigError, match=r"does not read the calls .*give --tool_parser xml"):
@@ -456,6 +479,12 @@ def test_no_text_raises_anything_else(name):
 def test_many_calls_take_time_in_proportion():
     text = '<tool_call>{"name": "f"}</tool_call>' * 20_000
     assert len(hermes_calls(text, True)) == 20_000
+    for family in WRITTEN:
+        tokenizer = tokenizer_of(TURNS % WRITTEN[family])
+        parse, (_, turn) = choose_parser("auto", tokenizer, ()), turn_of(tokenizer, F)
+        for place in (turn.index("{"), turn.rindex("}") + 1, turn.index("f")):
+            with contextlib.suppress(MalformedCallError):
+                parse(turn[:place] + "\n" * 300_000 + "!" + turn[place:], True)
 
 
 SCHEMA = {

@@ -18,7 +18,6 @@ from lightrft.datasets.chat_template import (
     QUESTION,
     RenderingError,
     call_of,
-    caller,
     template_of,
 )
 from lightrft.datasets.messages import Message
@@ -52,6 +51,7 @@ _TRIED: Arguments = {
     "each": [1, "x, y", {"k": 2.5}],
 }
 _TRIED_NAME = "find_in_q7"
+_OTHERS = (("look_up_b2", "call00001"), ("sum_of_k9", "call00002"))
 # Ends of turns of various model families; parsers get turns without them.
 _ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>"),
@@ -101,7 +101,7 @@ def choose_parser(
         return _template_parser(tokenizer, schemas)
     template = str(tokenizer.chat_template or "")  # one template, or several by name
     turn, failure = _tried_turn(tokenizer, template)
-    fitting = {} if turn is None else _fitting_parsers(*turn)
+    fitting = {} if turn is None else _fitting_parsers(*turn, _other_turn(tokenizer, template))
     if name == "auto" and turn is None and "<tool_call>" in template:  # it only describes calls
         return PARSERS["hermes"]
     if name == "auto" and fitting:
@@ -122,20 +122,40 @@ def choose_parser(
 
 
 @lru_cache(maxsize=16)
-def _fitting_parsers(turn: str, before: str) -> dict[str, CallParser]:
-    """Return the parsers that read the tried call in a turn; "auto" is read off the turn itself."""
+def _fitting_parsers(turn: str, before: str, others: tuple[str, str]) -> dict[str, CallParser]:
+    """Return the parsers that read the tried call in a turn.
+
+    "auto" is read off the turn itself, and must read another one, whose calls have other names.
+    """
     call = ToolCall(_TRIED_NAME, _TRIED, CALL_ID)
-    parsers = {**PARSERS, "auto": parser_of_turn(spoken(turn, before), call)}
-    return {name: each for name, each in parsers.items() if each and _reads(each, turn, before)}
+    parsers = {name: each for name, each in PARSERS.items() if _reads(each, turn, before)}
+    written = parser_of_turn(spoken(turn, before), call)
+    names = [name for name, _ in _OTHERS if name in others[0]]
+    is_right = written is not None and _reads(written, turn, before)
+    if written is not None and is_right and names and _reads(written, *others, names=names):
+        parsers["auto"] = written
+    return parsers
+
+
+def _other_turn(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+    """Render two calls with other names and ids, or one; return the turn and the text before it."""
+    for calls in (_OTHERS, _OTHERS[:1]):
+        turn, _ = _tried_turn(tokenizer, template, calls)
+        if turn is not None:
+            return turn
+    return "", ""
 
 
 @lru_cache(maxsize=16)
 def _tried_turn(
-    tokenizer: PreTrainedTokenizerBase, template: str
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    calls: tuple[tuple[str, str], ...] = ((_TRIED_NAME, CALL_ID),),
 ) -> tuple[tuple[str, str] | None, str]:
-    """Render a call; return the turn, None without one, and the text before it.
+    """Render calls, each of a name and an id; return the turn and the text before it.
 
-    The last item says why the template failed, if it accepted neither form of arguments.
+    There is no turn if a call is missing in it. The last item says why the template failed, if it
+    accepted neither form of arguments.
     """
     del template  # only part of the cache's key
     properties = {name: {"type": kind} for name, kind in _TRIED_TYPES.items()}
@@ -145,7 +165,9 @@ def _tried_turn(
         "parameters": {"type": "object", "properties": properties},
     }
     tools: list[Message] = [{"type": "function", "function": function}]
-    said = caller(CALL_ID, _TRIED_NAME, json.dumps(_TRIED, ensure_ascii=False))
+    arguments = json.dumps(_TRIED, ensure_ascii=False)
+    called = [call_of(call_id, name, arguments) for name, call_id in calls]
+    said: Message = {"role": "assistant", "content": "", "tool_calls": called}
     try:
         render = template_of(tokenizer).render
         asked, opened = render([QUESTION], tools), render([QUESTION], tools, asks=True)
@@ -154,8 +176,9 @@ def _tried_turn(
         return None, str(error)
     header = opened.removeprefix(asked)
     for begun in (header, header.partition("<think>")[0], ""):
-        if whole.startswith(asked + begun) and _TRIED_NAME in whole[len(asked + begun) :]:
-            return (_cut(whole[len(asked + begun) :], tokenizer.eos_token), begun), ""
+        turn = whole.removeprefix(asked + begun)
+        if turn != whole and all(name in turn for name, _ in calls):
+            return (_cut(turn, tokenizer.eos_token), begun), ""
     return None, ""
 
 
@@ -166,18 +189,21 @@ def _cut(turn: str, eos: str | None) -> str:
     return turn[: min(ends, default=len(turn))]
 
 
-def _reads(parser: CallParser, turn: str, before: str) -> bool:
+def _reads(
+    parser: CallParser, turn: str, before: str, *, names: Sequence[str] = (_TRIED_NAME,)
+) -> bool:
     try:
         calls = parser(turn, True, before)
-        if [call.name for call in calls] != [_TRIED_NAME]:
-            return False
-        arguments = {
-            name: checked(value, {"type": _TRIED_TYPES.get(name, "null")})
-            for name, value in calls[0].arguments.items()
-        }
+        arguments = [
+            {
+                name: checked(value, {"type": _TRIED_TYPES.get(name, "null")})
+                for name, value in call.arguments.items()
+            }
+            for call in calls
+        ]
     except ValueError:
         return False
-    return arguments == _TRIED
+    return [c.name for c in calls] == [*names] and all(each == _TRIED for each in arguments)
 
 
 def calls_in_turns(chat: ChatIds, parse: CallParser) -> ReadCalls:
