@@ -56,6 +56,8 @@ def test_prompt_and_completion_may_be_put_into_the_chat_template(tmp_path):
     asked = {"prompt": CHAT[:1], "completion": CHAT[1:2]}
     assert load(tmp_path, [asked, {**asked, "completion": "ok."}])[1] == rendered * 2
     assert load(tmp_path, [row, asked], apply_chat_template=True)[1] == rendered * 2
+    with pytest.raises(DataError, match="add apply_chat_template, which takes both"):
+        load(tmp_path, [row, asked])
 
 
 @pytest.mark.parametrize("row", [{"messages": CHAT}, {"conversations": SPOKEN}])

@@ -8,9 +8,12 @@ import pytest
 from tests.rollout.journal_edits import events_of, lines_of
 from tests.rollout.stages import CASES, Stage, call, check_rows
 
+from lightrft.rollout.environments.episode_batch import EpisodeBatch
+from lightrft.rollout.environments.journal import Journal
 from lightrft.rollout.environments.journal_reading import read_journal
 from lightrft.rollout.ledger_records import take_evidence
 from lightrft.rollout.sampler import training_params
+from lightrft.rollout.workers import EpisodeError
 from lightrft.tools.replay.journal_rounds import Replay, replay_journal
 
 FILE = "step-000001.rank-0.jsonl"
@@ -70,6 +73,33 @@ def timeless(text):
             event["call"].pop("seconds")
     order = sorted(events, key=lambda event: event.get("sample_id", -1))
     return [json.dumps(event, sort_keys=True) for event in order]
+
+
+def test_what_answered_a_turn_that_is_sampled_again_is_dropped_with_it(whole):
+    recorded = read_journal(whole.path)
+    recorded.keep(1)
+    assert recorded.turns.keys() == recorded.answers.keys() == recorded.observations.keys()
+
+
+def test_a_new_failure_while_a_journal_is_repeated_lets_the_rest_replace_it(tmp_path, monkeypatch):
+    options = {"reward_failure": "mask"}
+    lines = Played(tmp_path / "whole", **options).lines.splitlines(keepends=True)
+    third = [i for i, line in enumerate(lines) if '"event": "round"' in line][2]
+    answer, leave, replaced = EpisodeBatch.answer_calls, Journal.leave, []
+
+    def fails(batch, episode, host):
+        if episode.sample_id == 5 and episode.num_turns == 1:
+            raise EpisodeError("count_up did not return")
+        return answer(batch, episode, host)
+
+    def left(journal, *, is_over=False):
+        leave(journal, is_over=is_over)
+        replaced.append(is_over or not journal.recorded.turns)
+
+    monkeypatch.setattr(EpisodeBatch, "answer_calls", fails)
+    monkeypatch.setattr(Journal, "leave", left)
+    Played(tmp_path / "again", lines="".join(lines[: third + 1]), **options)
+    assert sum(replaced) > 1
 
 
 @pytest.mark.full

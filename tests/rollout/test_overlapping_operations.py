@@ -241,3 +241,28 @@ def test_waiting_operations_end_with_their_pool(pool_of, tmp_path):
     assert wait_until(path.exists)
     pool.close()
     assert isinstance(futures[0].result(), EpisodeError)
+
+
+ENDS = """
+import os, pathlib
+(pathlib.Path(__file__).parent / str(os.getpid())).touch()
+
+
+class Ends:
+    def reset(self, **row):
+        os._exit(1)
+"""
+
+
+def test_an_episode_whose_worker_ended_is_closed_without_another_worker(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    options = {"environment": f"{tmp_path / 'ends.py'}:Ends", "environment_workers": 1}
+    pool = EnvironmentPool(TrainConfig(apply_chat_template=True, **options))
+    try:
+        work = pool.begin(0, lambda host: host.ask("reset", row={}))
+        assert isinstance(work.result(), EpisodeError)
+        before = len([*tmp_path.iterdir()])
+        assert pool.forget(0).result() is None
+        assert len([*tmp_path.iterdir()]) == before
+    finally:
+        pool.close()

@@ -5,6 +5,7 @@ import threading
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from tests.machine import wait_until
 from tests.models.vision.tiny_families import write_tiny_vision_model
@@ -15,6 +16,7 @@ from lightrft.cli.errors import UsageError
 from lightrft.config import ConfigError, TrainConfig
 from lightrft.models.loading import SCORE_FILE
 from lightrft.tools.model_presets import write_tiny_model
+from lightrft.tools.serve import chat_model
 from lightrft.tools.serve.serve_command import Service, build_parser, run, served
 
 TALK = [{"role": "user", "content": "hello"}]
@@ -166,6 +168,15 @@ def test_what_is_served(model, tmp_path):
     (folder / "model").symlink_to(model)
     path, config = served(folder, "llama")
     assert (path, config.temperature, config.tool_parser) == (folder / "model", 0.5, "llama")
+
+
+def test_a_lack_of_memory_is_not_called_a_fault_of_the_weights(model, monkeypatch):
+    def full(config):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(chat_model, "build_engine", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        run([str(model), "--port", "0"])
 
 
 def test_a_model_that_cannot_answer_is_refused_in_one_line(model, tmp_path):

@@ -264,8 +264,10 @@ class RowEncoder:
         """
         kind = kind_of(row)
         if kind != self.kind and not (self._in_chat and kind in (_PAIR, _TALK)):
+            is_mixed = {kind, self.kind} == {_PAIR, _TALK}
+            more = "; add apply_chat_template, which takes both" if is_mixed else ""
             raise DataError(
-                f"{row.location}: expected {self.kind}, as in the first row: got {kind}"
+                f"{row.location}: expected {self.kind}, as in the first row: got {kind}{more}"
             )
         with row.placed():
             for each in self._encoded(row, start):

@@ -171,6 +171,7 @@ class EpisodeBatch:
     def failed(self, episode: Episode, error: EpisodeError) -> None:
         """Mark an episode as failed, which is a problem unless failures are masked."""
         self.journal.failed(episode, str(error))
+        self.journal.recorded.forget(episode.sample_id)
         episode.failure, episode.is_open = error, False
         self.ledger.of(episode.sample_id).has_failed = True
         if not self._masks_failures:

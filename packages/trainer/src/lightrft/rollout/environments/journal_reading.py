@@ -96,8 +96,10 @@ class Recorded:
     failures: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def keep(self, num_rounds: int) -> None:
-        """Keep the turns of the first `num_rounds` rounds."""
+        """Keep the turns of the first `num_rounds` rounds, with what answered them."""
         self.turns = {k: turn for k, turn in self.turns.items() if turn.round_number < num_rounds}
+        self.answers = {k: each for k, each in self.answers.items() if k in self.turns}
+        self.observations = {k: each for k, each in self.observations.items() if k in self.turns}
 
     def forget(self, sample_id: int) -> None:
         """Forget an episode except for its prompt."""

@@ -160,6 +160,11 @@ class EnvironmentPool:
 
     def forget(self, number: int) -> Future[object]:
         """Close an episode if its worker still has it."""
+        worker = self._workers[number % len(self._workers)].current
+        if worker is None or not worker.is_running:
+            closed: Future[object] = Future()
+            closed.set_result(None)
+            return closed
         return self.begin(number, lambda host: host.ask("close"))
 
     def close(self) -> None:

@@ -20,6 +20,10 @@ CHOICES: tuple[tuple[Mapping[str, object], ...], ...] = (
 ENGINE = ("engine_tp_size", "engine_mem_util")
 
 
+# What is named beside the settings, where it fits.
+ADAPTERS = {"lora_rank": 16}
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
     """Settings to change and the plan with them.
@@ -27,10 +31,12 @@ class Advice:
     Args:
         changes: Options and their new values; empty if the run fits as it is.
         plan: Plan with the changes; it may still not fit.
+        or_adapters: Whether adapters fit in their place.
     """
 
     changes: Mapping[str, object]
     plan: MemoryPlan
+    or_adapters: bool = False
 
     @property
     def flags(self) -> str:
@@ -45,8 +51,7 @@ class Advice:
 
     def __str__(self) -> str:
         if self.plan.fits:
-            adapts = self.plan.setup.config.lora_rank > 0
-            return f"feasible settings: {self.flags}{'' if adapts else ' (or --lora_rank 16)'}"
+            return f"feasible settings: {self.flags}{' (or --lora_rank 16)' * self.or_adapters}"
         return (
             f"nor does what the other options give fit ({self.flags}; "
             f"{'; '.join(self.plan.problems)}): more or larger GPUs, a shorter "
@@ -65,7 +70,9 @@ def advise(setup: Setup) -> Advice:
         return min((now, *candidates), key=lambda each: _excess(each.plan))
     # Each setting costs more than all before it together.
     order = [*ENGINE, *(name for choice in _choices(setup) for step in choice for name in step)]
-    return min(fitting, key=lambda each: sum(2 ** order.index(name) for name in each.changes))
+    best = min(fitting, key=lambda each: sum(2 ** order.index(name) for name in each.changes))
+    adapted = None if setup.config.lora_rank else _changed(setup, ADAPTERS)
+    return replace(best, or_adapters=adapted is not None and plan_memory(adapted).fits)
 
 
 def _excess(plan: MemoryPlan) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightrft.cli.errors import is_memory_error
 from lightrft.config import ConfigError, RolloutOptions, TrainConfig
 from lightrft.datasets.chat_ids import ChatIds
 from lightrft.datasets.media import Modality, TextModality
@@ -157,6 +158,8 @@ class ServedModel:
                 EngineConfig("hf", str(path), vocabulary=statements.vocabulary)
             )
         except Exception as error:  # bytes of files may fail anywhere in transformers
+            if isinstance(error, ConfigError) or is_memory_error(error):
+                raise
             raise ModelLoadError(f"cannot read the weights: {first_line(error)}") from error
         modality: Modality = load_modality(replace(config, pretrain=str(path)), tokenizer)
         try:
