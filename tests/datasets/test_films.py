@@ -100,8 +100,8 @@ def test_a_row_says_how_many_frames_it_wants(tmp_path, reader):
         ({}, [4, 2, 4]),
         ({"video_fps": 5, "video_max_frames": 8}, [8, 2, 8]),
     ):
-        found = load(tmp_path, rows, reader, **options)
-        assert [len(p.media.videos[0].decode()[0]) for p in found] == expected
+        loaded = load(tmp_path, rows, reader, **options)
+        assert [len(p.media.videos[0].decode()[0]) for p in loaded] == expected
 
 
 def test_a_video_has_frames_and_a_rate(tmp_path, reader):

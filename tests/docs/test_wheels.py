@@ -79,8 +79,8 @@ def run(*command, cwd, timeout_seconds=900, path=None, environment=os.environ):
 def interpreter(version):
     """Path of a Python, or None if uv finds none; nothing is downloaded."""
     command = [UV, "python", "find", "--no-project", "--system", "--no-python-downloads", version]
-    found = run_program(*command, cwd="/")
-    return found.stdout.strip() if found.returncode == 0 else None
+    done = run_program(*command, cwd="/")
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 @pytest.fixture(scope="module")

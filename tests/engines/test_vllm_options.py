@@ -202,7 +202,7 @@ def test_greedy_samples_are_drawn_once_and_repeated():
 
 
 def output_of(logprobs, **more):
-    """What vLLM gives for two tokens."""
+    """Logprobs of two tokens in the form of vLLM."""
     named = {"index": 0, "token_ids": [7, 3], "finish_reason": "stop"}
     return SimpleNamespace(logprobs=logprobs, **named, **more)
 

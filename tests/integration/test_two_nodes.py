@@ -239,8 +239,8 @@ def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
             assert all(agent.poll() is None for agent in agents), texts
             time.sleep(0.5)
         assert all(row["grad_norm"] > 0 for row in steps_of(tmp_path)[:3])
-        found = run_program("ip", "netns", "pids", nodes[1].name, code=0)
-        for number in found.stdout.split():
+        listed = run_program("ip", "netns", "pids", nodes[1].name, code=0)
+        for number in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(number), signal.SIGKILL)
         begin = time.monotonic()

@@ -85,8 +85,8 @@ def test_training_starts_from_adapters_of_peft_and_gives_them_back(checkpoint, o
     layers = ("down_proj", "q_proj")
     actor = lora_actor(checkpoint, target_modules=layers, lora_path=str(folder))
     ids, mask = tokens()
-    found = actor(ids, mask).logprobs[:, 1:]
-    torch.testing.assert_close(found, logprobs_of(model, ids), rtol=0, atol=2e-5)
+    scores = actor(ids, mask).logprobs[:, 1:]
+    torch.testing.assert_close(scores, logprobs_of(model, ids), rtol=0, atol=2e-5)
     assert all(p.requires_grad == (".lora_" in n) for n, p in actor.named_parameters())
     actor.save_adapters(dict(actor.state_dict()), tmp_path)
     assert_equal_files(tmp_path / ADAPTER_FILE, folder / ADAPTER_FILE)
@@ -270,9 +270,9 @@ def check_adapters(ready, path, folder):
     found = peft.PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
     ids, mask = tokens()
     before = logprobs_of(plain(path), ids)
-    own = ready(ids, mask).logprobs[:, 1:]
-    assert (own - before).abs().max() > 1e-3
-    torch.testing.assert_close(logprobs_of(found, ids), own, rtol=0, atol=2e-5)
+    again = ready(ids, mask).logprobs[:, 1:]
+    assert (again - before).abs().max() > 1e-3
+    torch.testing.assert_close(logprobs_of(found, ids), again, rtol=0, atol=2e-5)
 
 
 def base_of(path):

@@ -90,7 +90,7 @@ def sharding(world_size):
 
 def compare(rank, world_size, folders):
     """Hashes of every model, once both ways to read it gave the same."""
-    found = {}
+    sizes = {}
     with sharding(world_size) as strategy:
         for name, path in folders.items():
             options = LORA if name in ADAPTED else {}
@@ -104,8 +104,8 @@ def compare(rank, world_size, folders):
             saved = [actor.pretrained._weight_conversions for actor in (whole, shards)]
             assert str(saved[0]) == str(saved[1]), name
             assert shards.pretrained.config.to_dict() == whole.pretrained.config.to_dict()
-            found[name] = expected
-    return found
+            sizes[name] = expected
+    return sizes
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What the report opens on, and runs side by side."""
+"""The first view of the report, and runs side by side."""
 
 import json
 import re

@@ -399,8 +399,8 @@ def test_a_judge_that_prefers_a_place_says_nothing(judge, tmp_path):
         return f"Ranking: {' > '.join(str(n + 1) for n in range(len(texts_of(request))))}"
 
     judge.answer = first_is_best
-    found = compare(judge, tmp_path, "ranking", ["p"] * 4, ["a", "b", "c", "d"])
-    assert found == pytest.approx([0.5] * 4)
+    results = compare(judge, tmp_path, "ranking", ["p"] * 4, ["a", "b", "c", "d"])
+    assert results == pytest.approx([0.5] * 4)
 
 
 def test_a_ranking_gives_the_places_of_the_responses(judge, tmp_path):
@@ -411,8 +411,8 @@ def test_a_ranking_gives_the_places_of_the_responses(judge, tmp_path):
 
     judge.answer = longest_first
     prompts = ["p", "p", "q", "p", "q", "p"]
-    found = compare(judge, tmp_path, "ranking", prompts, ["a", "aaa", "b", "aa", "bb", "aaa"])
-    assert found == pytest.approx([0.0, 1.0, 0.0, 0.5, 1.0, 1.0])
+    results = compare(judge, tmp_path, "ranking", prompts, ["a", "aaa", "b", "aa", "bb", "aaa"])
+    assert results == pytest.approx([0.0, 1.0, 0.0, 0.5, 1.0, 1.0])
     assert len(judge.seen) == 4
     # Requests go out side by side: the order of their arrival says nothing.
     orders = {tuple(texts_of(request)) for request in judge.seen}

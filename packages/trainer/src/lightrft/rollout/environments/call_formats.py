@@ -96,7 +96,7 @@ class Marked:
         opening, closing: Marks around one body.
         body: Parser of the body.
         thinking: Marks around thinking.
-        begins: Marks of which the first ends the text before calls, beside those of `MARKS`.
+        begins: Further marks, beside `MARKS`, that end the text before calls.
     """
 
     opening: str
