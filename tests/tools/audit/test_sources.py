@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.tools.audit import world as step_world
@@ -145,7 +146,9 @@ def test_a_run_that_is_made_longer_has_the_gap_of_its_two_plans(world, micro_mod
         own = {"actor": replace(facts, **changes)}
         found = Findings(tolerances_of("float32"))
         changed = replace(record, facts=replace(record.facts, optimizers=own))
-        check_schedules(found, changed, before, {"actor": 4})
+        step = SimpleNamespace(results=found, record=changed)
+        step.decided = SimpleNamespace(counts={"actor": 4})
+        check_schedules(step, before)
         return [each.quantity for each in found.rows if each.verdict != EQUAL]
 
     assert gap < -0.1

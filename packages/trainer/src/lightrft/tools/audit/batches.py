@@ -85,7 +85,7 @@ def _check_moments(step: ReplayedStep) -> None:
         short = max(0.0, least - count, 0.0 if config.allow_changes else count - most)
         results.add(name, count, float(most), short, 0.0)
     elif len(seen) != len(wanted_moments):
-        results.add(name, float(len(seen)), float(len(wanted_moments)), math.inf, 0.0)
+        results.number(name, len(seen), len(wanted_moments))
     elif wanted_moments:
         spread = math.sqrt(wanted_moments[2] / max(wanted_moments[0], 1))
         names = (name, "their mean", "their squared deviations")

@@ -356,7 +356,7 @@ class Classifier(Scorer):
         lora_scale, rounds: See `Scorer`.
     """
 
-    def __init__(self, folder: Path, *, lora_scale: float = 0.0, rounds: bool = False) -> None:
+    def __init__(self, folder: Path, lora_scale: float = 0.0, rounds: bool = False) -> None:
         try:
             model = _build(folder, AutoModelForSequenceClassification)
             parts: dict[str, nn.Module] = {POLICY: model}

@@ -58,9 +58,7 @@ STAGES: Mapping[str, StageAudit] = {
     "sft": StageAudit(build_policy, supervised_objectives, lambda step: step.mask),
     "prefer": StageAudit(build_policy, preference_objectives, answer_places),
     "reward": StageAudit(
-        lambda _, __, folder, lora_scale, rounds: Classifier(
-            folder, lora_scale=lora_scale, rounds=rounds
-        ),
+        lambda _, __, *how: Classifier(*how),
         reward_objectives,
         score_places,
     ),
@@ -130,7 +128,12 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
     planned = planned_steps(run, record, config) if is_configured else None
     decided = decide(run, record, before, config, is_configured=is_configured, planned=planned)
     audited = open_step(record, config, decided, partial(stage.build, config, reference))
-    _check_batch(audited, stage, run if is_configured else None)
+    if stage.places is not None:
+        audited.rows = replace(audited.rows, mask=stage.places(audited))
+    if is_configured:
+        check_places(audited, run)
+    check_rows(audited)
+    (check_sampled if stage.places is None else check_stored)(audited)
     if is_configured:
         check_optimizers(audited)
         check_sources(audited, before, planned)
@@ -146,25 +149,6 @@ def audit_step(run: Path, step: int | None = None, *, reference: Path | None = N
         replay(audited, objectives(draw), draw, is_configured=is_configured)
     results.settle()
     return AuditReport(str(run), record.facts.step, tuple(results.rows), exact.num_taken)
-
-
-def _check_batch(step: ReplayedStep, stage: StageAudit, run: Path | None) -> None:
-    """Compare the rows of the step, and the contents of its optimizer steps.
-
-    Args:
-        step: Step under audit.
-        stage: Parts of its stage.
-        run: Folder of the run; None if options do not decide its data.
-    """
-    if stage.places is not None:
-        step.rows = replace(step.rows, mask=stage.places(step))
-    if run is not None:
-        check_places(step, run)
-    check_rows(step)
-    if stage.places is None:
-        check_sampled(step)
-        return
-    check_stored(step)
 
 
 def as_table(report: AuditReport) -> str:

@@ -28,7 +28,6 @@ from lightrft.tools.audit.record import (
     COMPONENT,
     CONFIG,
     OptimizerFacts,
-    RawSamples,
     RecordError,
     StepRecord,
     named,
@@ -132,36 +131,22 @@ def check_sources(
         before: Record of the previous step; None without.
         planned: See `planned_steps`.
     """
-    _check_length(step.results, step.record, planned)
-    check_schedules(step.results, step.record, before, step.decided.counts)
-    _check_components(step.results, step.record.samples, step.config)
+    name, seen = "steps of the run", step.record.facts.num_planned
+    if planned is None or seen == 0:
+        why = "its data is no file of lines that is still there, and has no max_steps"
+        step.results.skip(name, why)
+    else:
+        least, most = planned
+        off = max(least - seen, seen - most, 0)
+        step.results.add(name, float(seen), float(most), float(off), 0.0)
+    check_schedules(step, before)
+    _check_components(step)
     _check_first_weights(step)
 
 
-def _check_length(results: Findings, record: StepRecord, planned: tuple[int, int] | None) -> None:
-    """Compare the planned length of the run with options and data."""
-    name, seen = "steps of the run", record.facts.num_planned
-    if planned is None or seen == 0:
-        results.skip(name, "its data is no file of lines that is still there, and has no max_steps")
-        return
-    least, most = planned
-    results.add(name, float(seen), float(most), float(max(least - seen, seen - most, 0)), 0.0)
-
-
-def check_schedules(
-    results: Findings,
-    record: StepRecord,
-    before: StepRecord | None,
-    counts: Mapping[str, int | None],
-) -> None:
-    """Check that schedules continue from the previous step, unless the run's length changed.
-
-    Args:
-        results: Collector of the comparisons.
-        record: Record of the step.
-        before: Record of the previous step; None without.
-        counts: Optimizer steps before this step, by model; None if unknown.
-    """
+def check_schedules(step: ReplayedStep, before: StepRecord | None) -> None:
+    """Check that schedules continue from the previous step, unless the run's length changed."""
+    results, record, counts = step.results, step.record, step.decided.counts
     for model, facts in record.facts.optimizers.items():
         name = f"change of the schedule, {model}"
         if record.facts.step == 1:
@@ -243,8 +228,9 @@ def _compare(
     step.results.add(name, None, None, worst, limit, note)
 
 
-def _check_components(results: Findings, samples: RawSamples, config: TrainConfig) -> None:
+def _check_components(step: ReplayedStep) -> None:
     """Check that rewards are the weighted sums of their functions' values."""
+    results, samples, config = step.results, step.record.samples, step.config
     if not config.reward_fn:
         return
     name = "rewards from their components"

@@ -295,12 +295,16 @@ class Updates:
             findings.skip(f"{model} weights after", reason)
         else:
             self._compare_moments(after)
-            if self._is_configured and optimizer.kind in ADAM and self._rates > 0:
-                self._check_decay(weights, start)
-            for name, is_matrix in (("weights", True), ("vectors", False)):
+            decays = self._is_configured and optimizer.kind in ADAM and self._rates > 0
+            kinds = (("weights", "matrices", self.step.config.l2), ("vectors", "vectors", 0.0))
+            for name, what, decay in kinds:
                 trained = {
-                    n: start[n] for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix
+                    n: start[n]
+                    for n in optimizer.groups
+                    if (start[n].dim() >= 2) == (name == "weights")
                 }
+                if decays:
+                    self._check_decay(what, decay, trained, weights)
                 findings.states(
                     f"{model} {name} after (change)",
                     {n: weights[n] - value for n, value in trained.items()},
@@ -315,37 +319,37 @@ class Updates:
         note = f"such as {moved[0]}" if moved else ""
         findings.add(f"{model} frozen weights after", len(moved), 0.0, len(moved), 0.0, note)
 
-    def _check_decay(self, weights: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+    def _check_decay(
+        self, what: str, wanted: float, start: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+    ) -> None:
         """Compare decay: the weights' coefficient in the run's change minus the recomputed one.
 
         At small rates the norm of the change does not show it; summed over all entries, it does.
         """
-        optimizer, findings = self._optimizer, self.step.results
-        for what, wanted, is_matrix in (
-            ("matrices", self.step.config.l2, True),
-            ("vectors", 0.0, False),
-        ):
-            names = [n for n in optimizer.groups if (start[n].dim() >= 2) == is_matrix]
-            size = norm_of(start[n] for n in names) ** 2
-            if size == 0:
-                continue
-            beyond = {n: weights[n] - optimizer.weights[n] for n in names}
-            overlap = _product(beyond, start)
-            seen = wanted - overlap / (size * self._rates)
-            # Rounding of Adam's unit steps and of weights, averaged over all entries.
-            noise = math.sqrt(sum(start[n].numel() for n in names) / size) * ADAM_NOISE
-            noise += 3 * ROUNDING * self._count / self._rates
-            limit = findings.tolerances["decay"] * (wanted + noise)
-            # Equal entries, such as those of new norms, are all rounded to the same side.
-            rounded = {n: optimizer.weights[n].float() - optimizer.weights[n] for n in names}
-            limit += 2 * self._count * abs(_product(rounded, start)) / (size * self._rates)
-            name = f"{self._model} weight decay of {what}"
-            # Other errors of the update move weights mostly in other directions.
-            is_other = overlap**2 < 0.5 * size * norm_of(beyond.values()) ** 2
-            if abs(seen - wanted) > limit and is_other:
-                findings.skip(name, "its share is below the noise of Adam's first step")
-            else:
-                findings.add(name, seen, wanted, abs(seen - wanted), limit)
+        findings = self.step.results
+        before, run, expected = (
+            torch.cat([torch.zeros(0), *(state[n].flatten() for n in start)])
+            for state in (start, weights, self._optimizer.weights)
+        )
+        size, beyond = float(before @ before), run - expected
+        if size == 0:
+            return
+        overlap = float(beyond @ before)
+        seen = wanted - overlap / (size * self._rates)
+        # Rounding of Adam's unit steps and of weights, averaged over all entries.
+        noise = math.sqrt(len(before) / size) * ADAM_NOISE
+        noise += 3 * ROUNDING * self._count / self._rates
+        limit = findings.tolerances["decay"] * (wanted + noise)
+        # Equal entries, such as those of new norms, are all rounded to the same side.
+        rounded = float((expected.float() - expected) @ before)
+        limit += 2 * self._count * abs(rounded) / (size * self._rates)
+        name = f"{self._model} weight decay of {what}"
+        # Other errors of the update move weights mostly in other directions.
+        is_other = overlap**2 < 0.5 * size * float(beyond @ beyond)
+        if abs(seen - wanted) > limit and is_other:
+            findings.skip(name, "its share is below the noise of Adam's first step")
+        else:
+            findings.add(name, seen, wanted, abs(seen - wanted), limit)
 
     def _compare_moments(self, after: Mapping[str, Tensor]) -> None:
         findings = self.step.results
@@ -361,11 +365,6 @@ class Updates:
                 findings.skip(name, "not recorded")
             else:
                 findings.states(name, seen, moments, limit)
-
-
-def _product(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """Return the sum of products over the parameters of the first."""
-    return sum(float((value * other[n]).sum()) for n, value in one.items())
 
 
 def trained_model(step: ReplayedStep) -> Scorer:
