@@ -1,5 +1,6 @@
 """Running a function on several gloo ranks, for tests."""
 
+import contextlib
 import gc
 import importlib.util
 import inspect
@@ -72,6 +73,9 @@ def _run_rank(environment, function, args, reply, outputs):
         # Pickled here, by value: torch's own pickler would pass handles to shared memory that
         # vanish with this process.
         reply.send_bytes(pickle.dumps((True, value)))
+        # Rank 0 holds the store through which others still start their groups: all leave together.
+        with contextlib.suppress(EOFError, ConnectionError):
+            reply.recv_bytes()
     except BaseException:  # noqa: BLE001 - reported to the parent with its traceback
         reply.send_bytes(pickle.dumps((False, traceback.format_exc())))
         reply.close()
@@ -87,15 +91,12 @@ def _run_rank(environment, function, args, reply, outputs):
 def _collect(processes, replies, deadline):
     results = {}
     failures = {}
-    waiting = dict(enumerate(replies))
-    grace = deadline
-    while waiting and time.monotonic() < min(deadline, grace):
-        by_connection = {connection: rank for rank, connection in waiting.items()}
-        for connection in multiprocessing.connection.wait(list(by_connection), timeout=0.2):
-            rank = by_connection[connection]
-            del waiting[rank]
+    waiting = {reply: rank for rank, reply in enumerate(replies)}
+    while waiting and time.monotonic() < deadline:
+        for reply in multiprocessing.connection.wait(list(waiting), timeout=0.2):
+            rank = waiting.pop(reply)
             try:
-                is_ok, value = pickle.loads(replies[rank].recv_bytes())
+                is_ok, value = pickle.loads(reply.recv_bytes())
             except EOFError:
                 processes[rank].join(5)
                 code = processes[rank].exitcode
@@ -105,8 +106,8 @@ def _collect(processes, replies, deadline):
             else:
                 failures[rank] = value
                 # Peers that wait for the failed rank get a moment to report their own error.
-                grace = min(grace, time.monotonic() + 3.0)
-    for rank in waiting:
+                deadline = min(deadline, time.monotonic() + 3.0)
+    for rank in waiting.values():
         failures[rank] = "did not finish" if failures else "did not finish before the deadline"
     return results, failures
 
@@ -147,7 +148,7 @@ def run_multiprocess(fn, world_size, *, timeout_seconds=60.0, args=()):
     context = _fork_server()
     port = find_free_port()
     outputs = tuple(Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2))
-    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    receivers, senders = zip(*(context.Pipe() for _ in range(world_size)), strict=True)
     processes = [
         context.Process(
             target=_run_rank,
@@ -155,7 +156,7 @@ def run_multiprocess(fn, world_size, *, timeout_seconds=60.0, args=()):
                 {**os.environ, **rank_environment(rank, world_size, port)},
                 function,
                 args,
-                pipes[rank][1],
+                senders[rank],
                 outputs,
             ),
         )
@@ -167,21 +168,19 @@ def run_multiprocess(fn, world_size, *, timeout_seconds=60.0, args=()):
     try:
         for process in processes:
             process.start()
-        for connection in (*(sender for _, sender in pipes), *outputs):
+        for connection in (*senders, *outputs):
             connection.close()
-        results, failures = _collect(processes, [receiver for receiver, _ in pipes], deadline)
+        results, failures = _collect(processes, receivers, deadline)
     finally:
+        for receiver in receivers:
+            receiver.close()
         for process in processes:
             process.join(10 if failures == {} else 0)
             if process.is_alive():
                 process.kill()
                 process.join()
     if failures:
-        raise _rank_failure(fn.__qualname__, failures, world_size)
+        first = f"{fn.__qualname__} failed on {len(failures)} of {world_size} ranks"
+        parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
+        raise RankFailure("\n".join([first, *parts]))
     return [results[rank] for rank in range(world_size)]
-
-
-def _rank_failure(name, failures, world_size):
-    parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())]
-    first = f"{name} failed on {len(failures)} of {world_size} ranks"
-    return RankFailure("\n".join([first, *parts]))

@@ -2,6 +2,7 @@ import os
 import time
 
 import pytest
+import torch.distributed as dist
 from tests.machine import seconds
 from tests.ranks import RankFailure, run_multiprocess
 
@@ -23,6 +24,12 @@ def hang(rank, world_size):
     time.sleep(3600)  # longer than any deadline of a busy machine
 
 
+def use_the_store_late(rank, world_size):
+    dist.init_process_group("gloo")
+    time.sleep(rank)  # rank 0, which holds the store, would have left by then
+    dist.distributed_c10d._get_default_store().add("users", 1)
+
+
 def test_results_come_by_rank(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # of another process group
     assert run_multiprocess(report, 2, args=(10,)) == [0, 10]
@@ -33,6 +40,10 @@ def test_failure_of_one_rank_ends_all_and_shows_its_traceback():
     with pytest.raises(RankFailure, match=r"(?s)- rank 1 -.*\n  File .*ZeroDivisionError: planted"):
         run_multiprocess(fail_on_one, 2)
     assert time.monotonic() - begin < seconds(40)
+
+
+def test_no_rank_leaves_before_every_rank_has_answered():
+    run_multiprocess(use_the_store_late, 2)
 
 
 @pytest.mark.full

@@ -1,6 +1,5 @@
 """Rollouts and training use process groups of their own: their collectives never mix."""
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -40,11 +39,12 @@ def sum_of(number):
     return 2 * number + 1
 
 
-def roll_out(strategy, rank, world_size, number):
+def roll_out(strategy, rank, world_size, number, delay=0.0):
     """What a rollout exchanges: prompts within the engine's ranks, agreement, rows."""
+    time.sleep(delay)
     session = strategy.session
-    found = strategy.gather_and_generate({}, [[rank, number], [100, rank]])
-    assert [c.output_token_ids for c in found] == [(rank + number,), (100 + rank,)]
+    completions = strategy.gather_and_generate({}, [[rank, number], [100, rank]])
+    assert [c.output_token_ids for c in completions] == [(rank + number,), (100 + rank,)]
     assert session.context.gather_objects(("rows", number, rank)) == [
         ("rows", number, peer) for peer in range(world_size)
     ]
@@ -57,15 +57,8 @@ def in_opposite_orders(rank, world_size, tp):
     with ThreadPoolExecutor(1) as rollouts:
         for number in range(4):
             if rank == number % 2:
-                begun = threading.Event()
-
-                def after(number=number, begun=begun):
-                    begun.wait()
-                    time.sleep(0.1)  # by now training is inside its first collective
-                    roll_out(strategy, rank, world_size, number)
-
-                rollout = rollouts.submit(after)
-                begun.set()
+                # After the delay, training is inside its first collective.
+                rollout = rollouts.submit(roll_out, strategy, rank, world_size, number, 0.1)
                 train(strategy, rank, world_size, number)
                 rollout.result()
             else:
@@ -76,13 +69,13 @@ def in_opposite_orders(rank, world_size, tp):
 
 
 def groups(rank, world_size):
-    found = []
+    ranks = []
     for tp in (1, 2, 4):
         strategy = strategy_of(tp)
         training, rollouts = strategy.context, strategy.session.context
         # A rank that has its engine alone exchanges nothing in that group.
         assert (rollouts.engine_group is training.engine_group) == (tp == 1)
-        found.append(dist.get_process_group_ranks(rollouts.engine_group))
+        ranks.append(dist.get_process_group_ranks(rollouts.engine_group))
         assert dist.get_process_group_ranks(rollouts.world_group) == list(range(world_size))
         assert (rollouts.rank, rollouts.world_size) == (rank, world_size)
         assert dist.get_backend(rollouts.world_group) == "gloo"
@@ -91,7 +84,7 @@ def groups(rank, world_size):
     assert rollouts.data_group is not training.data_group
     assert rollouts.reduce_over_data(rank // 2, "sum") == 1
     strategy.close()
-    return found
+    return ranks
 
 
 @pytest.mark.full
