@@ -1,6 +1,5 @@
 """Running a function on several gloo ranks, for tests."""
 
-import contextlib
 import gc
 import importlib.util
 import inspect
@@ -14,6 +13,8 @@ import traceback
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import torch.distributed as dist
 
 from lightrft.engines.process_state import replaced_environment
 
@@ -73,19 +74,13 @@ def _run_rank(environment, function, args, reply, outputs):
         # Pickled here, by value: torch's own pickler would pass handles to shared memory that
         # vanish with this process.
         reply.send_bytes(pickle.dumps((True, value)))
-        # Rank 0 holds the store through which others still start their groups: all leave together.
-        with contextlib.suppress(EOFError, ConnectionError):
-            reply.recv_bytes()
     except BaseException:  # noqa: BLE001 - reported to the parent with its traceback
         reply.send_bytes(pickle.dumps((False, traceback.format_exc())))
         reply.close()
         # A peer may wait in a collective, so an orderly shutdown could wait for it.
         os._exit(1)
-    if "torch.distributed" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _collect(processes, replies, deadline):
@@ -121,6 +116,7 @@ def rank_environment(rank, world_size, port):
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
         "OMP_NUM_THREADS": "1",
     }
 
@@ -146,14 +142,16 @@ def run_multiprocess(fn, world_size, *, timeout_seconds=60.0, args=()):
     """
     function = (str(Path(inspect.getfile(fn)).resolve()), fn.__qualname__)
     context = _fork_server()
-    port = find_free_port()
+    # Held here, as torchrun does: rank 0 may end while others still start their groups.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    held_here = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     outputs = tuple(Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2))
-    receivers, senders = zip(*(context.Pipe() for _ in range(world_size)), strict=True)
+    receivers, senders = zip(*(context.Pipe(duplex=False) for _ in range(world_size)), strict=True)
     processes = [
         context.Process(
             target=_run_rank,
             args=(
-                {**os.environ, **rank_environment(rank, world_size, port)},
+                {**os.environ, **rank_environment(rank, world_size, store.port), **held_here},
                 function,
                 args,
                 senders[rank],
@@ -172,8 +170,6 @@ def run_multiprocess(fn, world_size, *, timeout_seconds=60.0, args=()):
             connection.close()
         results, failures = _collect(processes, receivers, deadline)
     finally:
-        for receiver in receivers:
-            receiver.close()
         for process in processes:
             process.join(10 if failures == {} else 0)
             if process.is_alive():
