@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from tests.machine import wait_until
 from tests.rollout.journal_edits import events_of, lines_of
 from tests.rollout.stages import CASES, Stage, call, check_rows
 
@@ -79,6 +80,25 @@ def test_what_answered_a_turn_that_is_sampled_again_is_dropped_with_it(whole):
     recorded = read_journal(whole.path)
     recorded.keep(1)
     assert recorded.turns.keys() == recorded.answers.keys() == recorded.observations.keys()
+
+
+def test_calls_are_answered_while_other_turns_are_sampled(tmp_path):
+    path = tmp_path / "run/journal" / FILE
+
+    def script(request_id):
+        if request_id == 5:  # the last of its round
+            wait_until(lambda: '"event": "answer"' in path.read_text())
+        return counting(request_id)
+
+    played = Played(tmp_path / "run", script)
+    kinds = [event["event"] for event in events_of(played.lines)]
+    first, end = kinds.index("answer"), kinds.index("round")
+    assert first < end
+    # A process that was killed in a round repeats all of it.
+    lines = "".join(played.lines.splitlines(keepends=True)[:end])
+    again = Played(tmp_path / "again", lines=lines)
+    assert (again.ids, again.num_requests) == (played.ids, played.num_requests)
+    assert again.restarts == []
 
 
 def test_a_new_failure_while_a_journal_is_repeated_lets_the_rest_replace_it(tmp_path, monkeypatch):

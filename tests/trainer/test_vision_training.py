@@ -60,22 +60,21 @@ def assert_same_steps(found, expected):
         assert one["logprob_diff_mean"] < 1e-5
 
 
+def check_steps(data, model, folder, *, both=(), **changes):
+    """Fails unless a run with changes takes the steps of one process."""
+    expected = metrics(data, model, folder / "one", **dict(both))
+    assert_same_steps(metrics(data, model, folder / "other", **dict(both), **changes), expected)
+
+
+ON_TWO = {"world_size": 2, "fsdp": True, "micro_train_batch_size": 2}
+
+
 @pytest.mark.full
 def test_a_rank_without_images_takes_the_step_of_one_process(data, models, tmp_path):
-    model = models("tiny-qwen2.5-vl")
-    expected = metrics(data, model, tmp_path / "one")
     # With one row at a time, ranks often differ in having images.
-    found = metrics(
-        data,
-        model,
-        tmp_path / "two",
-        world_size=2,
-        fsdp=True,
-        packing_samples=True,
-        micro_train_batch_size=1,
-        gradient_checkpointing=True,
-    )
-    assert_same_steps(found, expected)
+    options = ON_TWO | {"micro_train_batch_size": 1, "packing_samples": True}
+    model = models("tiny-qwen2.5-vl")
+    check_steps(data, model, tmp_path, **options, gradient_checkpointing=True)
 
 
 CELLS = {
@@ -90,9 +89,7 @@ CELLS = {
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("preset", ["tiny-qwen2.5-vl", "tiny-qwen3-vl", "tiny-gemma3"])
 def test_every_strategy_takes_the_same_step(preset, cell, data, models, tmp_path):
-    model = models(preset)
-    expected = metrics(data, model, tmp_path / "one")
-    assert_same_steps(metrics(data, model, tmp_path / "other", **CELLS[cell]), expected)
+    check_steps(data, models(preset), tmp_path, **CELLS[cell])
 
 
 @pytest.mark.slow
@@ -130,18 +127,8 @@ def test_a_wrong_cut_of_shared_rows_is_seen(preset, cut, data, models, tmp_path)
     ],
 )
 def test_every_family_takes_the_same_step_on_two_ranks(preset, data, models, tmp_path):
-    model = models(preset)
-    expected = metrics(data, model, tmp_path / "one")
-    found = metrics(
-        data,
-        model,
-        tmp_path / "two",
-        world_size=2,
-        fsdp=True,
-        micro_train_batch_size=2,
-        packing_samples=preset != "tiny-mllama",
-    )
-    assert_same_steps(found, expected)
+    packs = preset != "tiny-mllama"
+    check_steps(data, models(preset), tmp_path, packing_samples=packs, **ON_TWO)
 
 
 @pytest.mark.slow
@@ -149,11 +136,7 @@ def test_a_reward_model_says_the_same_on_two_ranks(data, models, tmp_path):
     model = models("tiny-qwen2.5-vl")
     path, _ = scorer_folder(model, tmp_path / "scorer")
     options = {"reward_fn": (), "reward_pretrain": (path,)}
-    expected = metrics(data, model, tmp_path / "one", **options)
-    found = metrics(
-        data, model, tmp_path / "two", world_size=2, fsdp=True, micro_train_batch_size=2, **options
-    )
-    assert_same_steps(found, expected)
+    check_steps(data, model, tmp_path, both=options, **ON_TWO)
 
 
 def audited(data, model, folder, **options):

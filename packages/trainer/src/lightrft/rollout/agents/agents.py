@@ -292,7 +292,7 @@ class CallJournal(Journal):
                 **images_fact(chain(*(each.images for each in turn.before.later))),
             )
             self._turn((number, 0), turn.message.text, turn.context, turn.sampled)
-        self._round([self._numbers[turn.request_id] for _, turn in new])
+        self.round([self._numbers[turn.request_id] for _, turn in new])
         self.leave()
 
 

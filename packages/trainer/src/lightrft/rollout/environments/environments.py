@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,7 +14,7 @@ from lightrft.datasets.chat_ids import ChatIds, TemplateRefusedError, special_id
 from lightrft.datasets.media import Modality, TextModality
 from lightrft.datasets.suffix import TurnSuffix
 from lightrft.engines.text import Tokenizer
-from lightrft.engines.types import SamplingParams
+from lightrft.engines.types import Completion, SamplingParams
 from lightrft.records.rollout import Rollout
 from lightrft.records.sample_ledger import SampleLedger
 from lightrft.rewards.types import RewardResult
@@ -120,9 +121,10 @@ class Environments:
 class EpisodeSource:
     """Source of responses of several turns.
 
-    Episodes of all ranks run in lockstep: a round samples one turn of each, then answers its calls.
-    A round waits for all its tools on all ranks, so timing changes nothing. With `late_join` it
-    waits for half of this rank's episodes, or for all that missed the previous round.
+    Episodes of all ranks run in lockstep: a round samples one turn of each, and answers its calls
+    while it samples the others. A round waits for all its tools on all ranks, so timing changes
+    nothing. With `late_join` it waits for half of this rank's episodes, or for all that missed the
+    previous round.
 
     Args:
         environments: Environments of the run.
@@ -245,11 +247,11 @@ class EpisodeSource:
             elif time.monotonic() > deadline:
                 for episode in waiting:
                     wave.failed(episode, cast("EpisodeError", episode.no_room))
+                    episode.no_room = None
                 waiting = []
             else:
                 time.sleep(_ROOM_SECONDS)
-            numbers = {episode.number for episode in waiting}
-            begun = [episode for episode in wave.episodes if episode.number not in numbers]
+            begun = [episode for episode in wave.episodes if episode.no_room is None]
             self._play(batch, begun, on_group)
             batch.of(begun).finish()
             if not any(gather(bool(waiting))):
@@ -272,17 +274,10 @@ class EpisodeSource:
     def _round(self, batch: EpisodeBatch) -> None:
         """Sample a turn of each episode without pending calls, and make its calls; collective."""
         waiting = [e for e in batch.episodes if e.is_open and e.work is None]
-        completions = batch.repeated(waiting)
-        new = [e for e in waiting if e.number not in completions]
-        completions |= zip((e.number for e in new), batch.sample(new), strict=True)
-        for episode in waiting:
-            batch.append(episode, completions[episode.number])
-        batch.journal.round(waiting)
-        for episode in waiting:
-            batch.parse_turn(episode)
-        calling = [episode for episode in waiting if episode.is_open]
         late = [e for e in batch.episodes if e.work is not None]
-        batch.begin(calling, batch.answer_calls)
+        take = partial(self._take, batch)
+        batch.sample(batch.repeat(waiting, take), take)
+        batch.journal.round([episode.sample_id for episode in waiting])
 
         def must_wait() -> bool:
             if not self.parts.config.late_join:
@@ -293,6 +288,14 @@ class EpisodeSource:
             return 2 * (len(open_episodes) - len(batch.busy)) < len(open_episodes)
 
         batch.collect(must_wait)
+
+    def _take(self, batch: EpisodeBatch, episode: Episode, completion: Completion) -> None:
+        """Append a turn, and begin its calls while other turns are sampled."""
+        batch.append(episode, completion)
+        batch.journal.turn(episode)
+        batch.parse_turn(episode)
+        if episode.is_open:
+            batch.begin([episode], batch.answer_calls)
 
 
 def check_turns(modality: Modality, config: StreamingOptions) -> None:

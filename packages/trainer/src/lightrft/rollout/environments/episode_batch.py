@@ -24,11 +24,11 @@ from lightrft.rollout.environments.turns import Turns
 from lightrft.rollout.single_turn import generate
 from lightrft.rollout.source import SourceParts, agree
 from lightrft.rollout.workers import EpisodeError
-from lightrft.strategy.engine.session import OnFinished
 
 # Distance between an episode's request ids before and after a restart.
 START_STEP = 2**54
 Work = Callable[[Episode, Host], None]
+Take = Callable[[Episode, Completion], None]
 
 
 class ChangedAnswerError(EpisodeError):
@@ -94,39 +94,51 @@ class EpisodeBatch:
 
     def is_open_anywhere(self) -> bool:
         """Return whether any rank has an open episode; raise on all if one has a problem."""
-        problem = next(iter(self.problems), None)
-        is_open = any(episode.may_sample for episode in self.episodes)
-        notes = tuple(self.notes)
+        is_open, notes = any(e.may_sample for e in self.episodes), tuple(self.notes)
         self.notes.clear()
-        return any(agree(self.parts.context, problem, is_open, notes))
+        return any(agree(self.parts.context, next(iter(self.problems), None), is_open, notes))
 
-    def sample(
-        self, episodes: Sequence[Episode], on_finished: OnFinished | None = None
-    ) -> list[Completion]:
-        """Sample a turn, or a part of one, of each episode; collective."""
-        most, turns = self.params.max_tokens, self.turns
-        requests = [turns.request(episode, most) for episode in episodes]
-        session = self.parts.session
-        return generate(session, replace(self.params, n=1), requests, on_finished)
+    def sample(self, episodes: Sequence[Episode], take: Take) -> None:
+        """Sample a turn, or a part of one, of each episode; collective.
 
-    def repeated(self, episodes: Sequence[Episode]) -> dict[int, Completion]:
-        """Return the recorded turns of episodes by their numbers."""
+        Args:
+            episodes: Episodes of this rank.
+            take: Function called with each completion while the others are sampled.
+        """
+        sampling = {e.next_request_id: e for e in episodes}
+
+        def take_all(finished: Sequence[Completion]) -> None:
+            for completion in finished:
+                take(sampling.pop(completion.request_id), completion)
+
+        requests = [self.turns.request(e, self.params.max_tokens) for e in episodes]
+        session, params = self.parts.session, replace(self.params, n=1)
+        try:
+            completions = generate(session, params, requests, take_all)
+            # Some engines do not call `take_all` with each completion.
+            take_all([each for each in completions if each.request_id in sampling])
+        except Exception:
+            wait(self.busy)  # or they would use environments of the repeated step
+            raise
+
+    def repeat(self, episodes: Sequence[Episode], take: Take) -> list[Episode]:
+        """Call `take` with recorded turns; return the episodes without one."""
         engine = self.parts.session.engine
         version = -1 if engine is None else engine.weights_version
-        completions = dict[int, Completion]()
+        new = []
         for episode in episodes:
             turn = self.journal.recorded.turns.get((episode.sample_id, episode.num_turns))
-            if turn is None:
-                continue
-            if hash_context(episode.context) != turn.context_hash:
-                error = ChangedAnswerError(f"turn {turn.turn}: the ids before it are others")
-                self.start_over(episode, error)
+            if turn is None or hash_context(episode.context) != turn.context_hash:
+                if turn is not None:
+                    text = f"turn {turn.turn}: the ids before it are others"
+                    self.start_over(episode, ChangedAnswerError(text))
+                new.append(episode)
                 continue
             episode.request_id = turn.sampled.request_id - TURN_STEP * turn.turn
             if engine is not None:
                 engine.ledger.restore([turn.entry(version, self.params.distribution)])
-            completions[episode.number] = turn.completion(episode.context, version)
-        return completions
+            take(episode, turn.completion(episode.context, version))
+        return new
 
     def append(self, episode: Episode, part: Completion) -> None:
         """Append what was sampled; a turn cut by `max_sampled` stays open."""

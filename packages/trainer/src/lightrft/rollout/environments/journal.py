@@ -4,7 +4,7 @@ begin        facts that must match for a later run to replay the file
 reset        prompt of an episode, with the message that `reset` returned
 turn         what the engine sampled, and a hash of the ids before it
 round        samples that had a turn together; it completes their `turn` lines
-answer       a call of the last turn and its answer
+answer       a call of the last turn and its answer; may precede the `round`
 observation  ids appended after a turn
 failed       the environment failed; the episode is left out
 again        a repeated answer differed: the episode starts over
@@ -180,14 +180,12 @@ class Journal:
             prompt_token_ids=prompt.token_ids,
         )
 
-    def round(self, episodes: Sequence[Episode]) -> None:
-        """Write the last turns of episodes that were sampled together."""
-        for episode in episodes:
-            last = episode.last
-            if last is not None:
-                place = episode.sample_id, episode.num_turns - 1
-                self._turn(place, episode.turn_texts[-1], last.prompt_token_ids, last)
-        self._round([e.sample_id for e in episodes])
+    def turn(self, episode: Episode) -> None:
+        """Write the last turn of an episode."""
+        last = episode.last
+        if last is not None:
+            place = episode.sample_id, episode.num_turns - 1
+            self._turn(place, episode.turn_texts[-1], last.prompt_token_ids, last)
 
     def _turn(
         self, place: tuple[int, int], text: str, context: Sequence[int], turn: Completion
@@ -209,7 +207,7 @@ class Journal:
             **({"facts": turn.facts} if turn.facts else {}),
         )
 
-    def _round(self, sample_ids: Sequence[int]) -> None:
+    def round(self, sample_ids: Sequence[int]) -> None:
         """Write which samples had their last turns together."""
         self._append({"event": "round", "round": self.num_rounds, "sample_ids": sample_ids})
         self.num_rounds += 1

@@ -98,8 +98,12 @@ class Recorded:
     def keep(self, num_rounds: int) -> None:
         """Keep the turns of the first `num_rounds` rounds, with what answered them."""
         self.turns = {k: turn for k, turn in self.turns.items() if turn.round_number < num_rounds}
-        self.answers = {k: each for k, each in self.answers.items() if k in self.turns}
-        self.observations = {k: each for k, each in self.observations.items() if k in self.turns}
+        for after_turn in (self.answers, self.observations):
+            for place in after_turn.keys() - self.turns.keys():
+                del after_turn[place]
+        for sample, number in list(self.failures):
+            if number and (sample, number - 1) not in self.turns:
+                del self.failures[sample, number]
 
     def forget(self, sample_id: int) -> None:
         """Forget an episode except for its prompt."""
@@ -135,9 +139,11 @@ def read_to_damage(
             if (event["event"] == "begin") != (number == 1):
                 raise ValueError("a journal begins once")
             _take(recorded, open_turns, event, vocab_size)
+        damage = None if recorded.header else JournalError(path, 1, "it is empty")
     except _FAULTS as error:
-        return recorded, JournalError(path, max(number, 1), error)
-    return recorded, None if recorded.header else JournalError(path, 1, "it is empty")
+        damage = JournalError(path, max(number, 1), error)
+    recorded.keep(recorded.num_rounds)
+    return recorded, damage
 
 
 def _take(

@@ -15,6 +15,7 @@ import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -212,23 +213,12 @@ class OpenEpisodes:
             batch: Episodes that go on.
             due: Round in which late episodes go on.
         """
-        going = {e.next_request_id: e for e in batch.episodes if e.may_sample}
-
-        def take(finished: Sequence[Completion]) -> None:
-            for completion in finished:
-                self._take(batch, going.pop(completion.request_id), completion, due)
-
-        try:
-            completions = batch.sample(list(going.values()), take)
-            # Some engines do not call `take` for each completion.
-            take([completion for completion in completions if completion.request_id in going])
-        except Exception:
-            wait(batch.busy)  # or they would use environments of the repeated step
-            raise
+        going = [episode for episode in batch.episodes if episode.may_sample]
+        batch.sample(going, partial(self._take, batch, due))
         batch.collect()
 
     def _take(
-        self, batch: EpisodeBatch, episode: Episode, completion: Completion, due: int
+        self, batch: EpisodeBatch, due: int, episode: Episode, completion: Completion
     ) -> None:
         """Append what was sampled, and start the environment's work on a whole turn."""
         batch.append(episode, completion)
