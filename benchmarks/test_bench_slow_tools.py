@@ -1,12 +1,14 @@
-"""32 episodes whose tools wait for 0.5 s: one round of calls, and a whole step.
+"""Episodes whose tools wait: one round of calls, calls beside sampling, and a whole step.
 
     OMP_NUM_THREADS=1 uv run pytest benchmarks/test_bench_slow_tools.py -s
 
-A round is one call of each episode, as a coroutine in one worker and as a function in several. A
-step is that of a tiny model, each episode with two calls: on one rank that generates beside one
-that trains, and on one rank whose open episodes wait for their tools while others go on. It is
-compared with the larger of two times: what the same step takes on one rank, with tools that wait
-for nothing, and the time of all tools over how many run at once.
+A round is one call of each of 32 episodes that waits for 0.5 s, as a coroutine in one worker and as
+a function in several. Calls beside sampling begin when their turns end, and are compared with calls
+that begin when all turns of their round have ended. A step is that of a tiny model, each episode
+with two calls: on one rank that generates beside one that trains, and on one rank whose open
+episodes wait for their tools while others go on. It is compared with the larger of two times: what
+the same step takes on one rank, with tools that wait for nothing, and the time of all tools over
+how many run at once.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 import pytest
 from tests.forked_run import Ranks
 from tests.ranks import run_multiprocess
+from tests.rollout.stages import Stage, call
 from tests.runs import TEMPLATE
 from tests.trainer.test_killed_episodes import let_random_models_call, settings
 from tests.trainer.test_random_kills import become_launcher, import_modules, write_inputs
@@ -31,6 +34,7 @@ from lightrft.config import TrainConfig
 from lightrft.rollout.environments.pool import EnvironmentPool
 
 NUM_EPISODES, TOOL_SECONDS, NUM_ROUNDS, NUM_STEPS, NUM_CALLS = 32, 0.5, 2, 6, 2
+TURN_SECONDS = 0.05
 # Beside the tool's time: episodes of one worker at once, or of several workers.
 MAX_STEP = 1.15
 MAX_ROUND = {"coroutines, 1 worker": 2.0, "functions, 16 workers": 4.0}
@@ -69,6 +73,21 @@ class Blocking(Waiting):
         \"\"\"
         time.sleep({seconds})
         return self._mixed(number)
+"""
+
+
+SLOW_TOOL = """
+import time
+
+
+def slow(number: int) -> str:
+    \"\"\"Wait.
+
+    Args:
+        number: Any.
+    \"\"\"
+    time.sleep(0.05)
+    return str(number)
 """
 
 
@@ -120,6 +139,42 @@ def test_a_round_of_calls(benchmark, tmp_path, capsys, name, workers):
         print(f"\n{form}: {ratio:.2f} of the tool's time ({shown} s), load {load:.1f}")
     benchmark.extra_info.update(form=form, ratio=ratio, rounds=rounds)
     assert ratio <= MAX_ROUND.get(form, float("inf"))
+
+
+@pytest.mark.timeout(900)
+def test_calls_beside_sampling(benchmark, tmp_path, capsys, monkeypatch):
+    """A turn and a call take 0.05 s each; one worker makes the calls one after the other."""
+    path = tmp_path / "tools.py"
+    path.write_text(SLOW_TOOL)
+
+    def script(request_id):
+        time.sleep(TURN_SECONDS)
+        return [call("slow", number=request_id)] * NUM_CALLS + ["done"]
+
+    rows = [{"input": f"Find it {number}."} for number in range(NUM_EPISODES // 2)]
+    stage = Stage(tmp_path, script, rows=rows, environment=None, tools=(f"{path}:slow",))
+    generate = type(stage.strategy.session).gather_and_generate
+    times: dict[str, list[float]] = {"at the end": [], "beside": []}
+    tells = {"at the end": lambda on_finished: None, "beside": lambda on_finished: on_finished}
+    stage.sample()
+    for _ in range(NUM_ROUNDS + 1):
+        for name, tell in tells.items():
+            monkeypatch.setattr(
+                type(stage.strategy.session),
+                "gather_and_generate",
+                lambda session, batch, params, on_finished, tell=tell, **options: generate(
+                    session, batch, params, tell(on_finished), **options
+                ),
+            )
+            start = time.perf_counter()
+            stage.sample()
+            times[name].append(time.perf_counter() - start)
+    benchmark.pedantic(stage.sample, rounds=1, iterations=1)
+    end, beside = (statistics.median(each) for each in times.values())
+    with capsys.disabled():
+        print(f"\ncalls at the end of a round {end:.2f} s, beside sampling {beside:.2f} s")
+    benchmark.extra_info.update(times=times, ratio=beside / end)
+    stage.environments.close()
 
 
 SPLIT = {"rollout_lag": 1, "rollout_ranks": 1}
