@@ -999,6 +999,7 @@ ROWS_OF_STAGES = {
             f'{SFT}\n{{"text": "a"}}': "rows.jsonl:2: expected prompt and completion",
             '{"messages": [{"role": "user", "content": "a"}]}': "rows.jsonl:1: no message of role",
             '{"prompt": "a ", "completion": ""}': "column 'completion' must",
+            '{"prompt": "a", "completion": null}': "found 'prompt', 'completion' (null)",
             '{"question": "a", "answer": "b"}': 'rename_columns({"question": "prompt", "answer": '
             '"completion"})',
             **{

@@ -16,7 +16,6 @@ from lightrft.records.rollout import Rollout, ScoredRollout, TurnSegment
 from lightrft.records.sample_ledger import FUNCTION, SampleLedger
 from lightrft.records.table import SampleTable
 from lightrft.rewards.types import RewardResult
-from lightrft.rollout.ledger_records import rows_hash
 
 
 class ThreadWorld:
@@ -210,16 +209,3 @@ def long_sample(rng, sample_id, *, prompt, response, turns, recorded=()):
         segments=tuple(segments),
     )
     return ScoredRollout(rollout, float(rng.normal()), {"score": 1.0}), entries
-
-
-def gathered_evidence(evidence, wanted, context):
-    """The reference: journals and ledgers of all ranks, on every rank."""
-    accounts, entries, total = {}, {}, 0
-    noted, greedy = evidence.noted_rows()
-    own = {i: replace(each, facts=noted.get(i, {})) for i, each in evidence.accounts.items()}
-    told = own, evidence.entries, rows_hash(noted) + rows_hash(greedy)
-    for theirs, found, part in context.gather_objects(told):
-        accounts |= theirs
-        entries |= found
-        total += part
-    return replace(evidence, accounts=accounts, entries=entries, total=total)

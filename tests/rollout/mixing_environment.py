@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 
 
 class Mixer:
@@ -49,21 +48,6 @@ class Moody(Mixer):
         """
         mood = os.path.exists(os.environ["MOOD"])
         return super().mix(number + 500 * mood)
-
-
-class Leaving(Mixer):
-    """Ends its process now and then, and others' with it."""
-
-    def mix(self, number: int) -> str:
-        """Mix a number in.
-
-        Args:
-            number: Any.
-        """
-        if os.urandom(1)[0] < 40:
-            time.sleep(0.01)
-            os._exit(1)
-        return super().mix(number)
 
 
 class Talker:

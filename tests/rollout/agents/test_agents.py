@@ -1,5 +1,6 @@
 """Agents that own their loop: what is trained is what the engine sampled, call by call."""
 
+import asyncio
 import json
 import time
 
@@ -12,7 +13,7 @@ from lightrft.records.table import BRANCH_STEP
 from lightrft.rewards.build import CombinedReward
 from lightrft.rewards.types import RewardError, RewardResult
 from lightrft.rewards.worker import ReportedError
-from lightrft.rollout.agents.agent_worker import checked_reward
+from lightrft.rollout.agents.agent_worker import HostedAgents, checked_reward
 
 
 class Paying:
@@ -278,3 +279,11 @@ def content_of(journal):
 def test_an_agent_with_other_parameters_is_refused_at_the_start(stage):
     with pytest.raises(ConfigError, match=r"expected async def run\(base_url, api_key, row\)"):
         stage("too_few")
+
+
+def test_parameters_in_another_order_get_what_their_names_say():
+    async def run(row, base_url, api_key):
+        return {base_url: row["n"], api_key: 1.0}
+
+    played = HostedAgents(run).perform({"arguments": ("u", "k", {"n": 2.0})})
+    assert asyncio.run(played) == [3.0, {"u": 2.0, "k": 1.0}]

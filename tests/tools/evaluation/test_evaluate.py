@@ -13,6 +13,7 @@ from lightrft.config import TrainConfig
 from lightrft.models.loading import load_tokenizer
 from lightrft.run.provenance import write_model_run
 from lightrft.stages.policy.inputs import load_run_prompts
+from lightrft.tools.evaluation import eval_command
 from lightrft.tools.evaluation.evaluation_run import held_out_prompts, own_prompts
 from lightrft.tools.model_presets import write_tiny_model
 
@@ -180,3 +181,9 @@ def test_prompts_of_responses_are_those_of_the_rows_and_render_again_alike(tmp_p
     # A column that a response cannot hold, and a row whose environment brings the prompt.
     config = replace(config, eval_data=path, input_key="other")
     assert own_prompts(config, prompts) == [prompt.text for prompt in prompts]
+
+
+def test_a_reward_model_or_an_environment_is_reward_enough(folder):
+    argv = [str(folder / "model"), "--eval_data", str(folder / "eval.jsonl")]
+    for option in ("--reward_pretrain", "--environment", "--agent"):
+        eval_command.parse([*argv, option, str(folder / "model"), "--apply_chat_template"])

@@ -61,8 +61,8 @@ from lightrft.config.parts.run_control import (
 )
 from lightrft.config.parts.scores import (
     ModelOptions,
+    RewardOptions,
     ScorerOptions,
-    WeightedScorerOptions,
 )
 from lightrft.config.parts.training import (
     ComputeOptions,
@@ -252,7 +252,7 @@ PARTS: Mapping[str, tuple[type[object], ...]] = {
         MediaOptions,
         TruncationOptions,
         EpisodeOptions,
-        WeightedScorerOptions,
+        RewardOptions,
         RecordOptions,
     ),
     "data": (

@@ -254,10 +254,13 @@ def check_paths(config: TrainConfig) -> list[str]:
     problems += teacher_problems(config)
     for path in config.reward_pretrain:
         problems += model_problems("--reward_pretrain", path)
-    by_episode = config.environment is not None or config.has_agent
-    if not (config.num_rewards or by_episode) and config.advantage_estimator != NO_REWARDS:
-        problems.append(f"--reward_fn is missing: {A_REWARD}")
-    return problems
+    return problems if config.advantage_estimator == NO_REWARDS else problems + no_reward(config)
+
+
+def no_reward(config: ScoringOptions) -> list[str]:
+    """Return a line if nothing scores the responses."""
+    is_scored = config.num_rewards or config.environment is not None or config.has_agent
+    return [] if is_scored else [f"--reward_fn is missing: {A_REWARD}"]
 
 
 def teacher_problems(config: TeacherOptions) -> list[str]:

@@ -105,13 +105,10 @@ def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = ""
             f"column {name!r} must hold {wanted}: got {type(content).__name__} "
             f"{str(content)[:80]!r}"
         )
-    messages, untrained = list[Message](), set[int]()
-    for place, each in enumerate(content):
-        message, is_trained = _message(each, f"message {place + 1} of column {name!r}")
-        messages.append(message)
-        if not is_trained:
-            untrained.add(place)
-    return Conversation(tuple(messages), (), frozenset(untrained))
+    places = (f"message {place} of column {name!r}" for place in range(1, 1 + len(content)))
+    messages, trained = zip(*map(_message, content, places), strict=True)
+    untrained = frozenset(place for place, is_trained in enumerate(trained) if not is_trained)
+    return Conversation(messages, (), untrained)
 
 
 def read_conversation(
@@ -134,9 +131,8 @@ def in_context(columns: Mapping[str, object], conversation: Conversation) -> Con
         DataError: A column is no text or no list, or the row has two system messages.
     """
     conversation = replace(conversation, tools=read_tools(columns))
-    text = system_of(columns)
-    first = conversation.messages[0]
-    if text is None or (first["role"] == SYSTEM and first["content"] == text):
+    text, first = system_of(columns), conversation.messages[0]
+    if text is None or (first["role"], first["content"]) == (SYSTEM, text):
         return conversation
     if first["role"] == SYSTEM:
         raise DataError(
@@ -221,26 +217,30 @@ def alpaca_turns(columns: Mapping[str, object]) -> Conversation:
         raise DataError(f"column 'history' must hold pairs of texts: got {str(history)[:80]!r}")
     if not isinstance(output, str) or not output:
         raise DataError(f"column 'output' must hold a text: got {str(output)[:80]!r}")
-    turns = [*pairs, [alpaca_prompt(columns), output]]
-    roles = ("user", ASSISTANT)
     messages = [
         {"role": role, "content": text}
-        for pair in turns
-        for role, text in zip(roles, pair, strict=True)
+        for pair in [*pairs, [alpaca_prompt(columns), output]]
+        for role, text in zip(("user", ASSISTANT), pair, strict=True)
     ]
     return in_context(columns, read_messages({"history": messages}, "history"))
 
 
 def renaming(columns: Container[str]) -> str:
     """Return a hint to rename prompt and answer columns of other layouts; "" if not needed."""
-    prompt = next((name for name in INPUT_KEYS if name in columns), None)
-    answer = next((name for name in ANSWER_KEYS if name in columns), None)
+    prompt, answer = (
+        next((name for name in keys if name in columns), None) for keys in (INPUT_KEYS, ANSWER_KEYS)
+    )
     names = {prompt: "prompt", answer: "completion"}
-    if prompt is None or answer is None or names == {"prompt": "prompt"}:
+    pairs = ", ".join(f'"{old}": "{new}"' for old, new in names.items() if old != new)
+    if prompt is None or answer is None or not pairs:
         return ""
-    wanted = {old: new for old, new in names.items() if old != new}
-    pairs = ", ".join(f'"{old}": "{new}"' for old, new in wanted.items())
     return f"; {prompt} and {answer} look like them: rename_columns({{{pairs}}}) of datasets"
+
+
+def named_columns(columns: Mapping[str, object]) -> str:
+    """Return the names of columns, for an error."""
+    names = (f"{name!r}{' (null)' * (value is None)}" for name, value in columns.items())
+    return ", ".join(names) or "none"
 
 
 def joined(content: object) -> str:
@@ -286,8 +286,7 @@ def _message(message: object, place: str) -> tuple[Message, bool]:
     raw = message if isinstance(message, Mapping) else {}
     # Parquet fills absent fields with null.
     fields = {str(name): value for name, value in raw.items() if not _is_absent(value)}
-    is_spoken = "from" in fields and "role" not in fields
-    if is_spoken:
+    if "from" in fields and "role" not in fields:
         fields = {"role": fields.pop("from"), "content": fields.pop("value", None), **fields}
         if fields["role"] not in SPEAKERS:
             raise DataError(
@@ -340,7 +339,7 @@ def _take_calls(fields: Message, speaker: str, place: str) -> None:
             raise ValueError("expected a list of objects")
         if calls:
             fields[CALLS] = [_call(each) for each in calls]
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:  # TypeError: a date of Parquet
         raise DataError(
             f"{place} has calls that cannot be read ({error}): expected name, and arguments as an "
             f"object or as JSON: got {str(calls)[:80]!r}"
@@ -348,25 +347,18 @@ def _take_calls(fields: Message, speaker: str, place: str) -> None:
 
 
 def _call(call: object) -> Message:
-    """Return a call with its arguments as JSON; raise a ValueError if it is malformed."""
+    """Return a call with its arguments as JSON; ValueError or TypeError if malformed."""
     rest = {name: value for name, value in _mapping(call).items() if value is not None}
     function = rest.pop("function", None)
     if function is None:  # name and arguments stand in the call itself
         function = {name: rest.pop(name, None) for name in ("name", "arguments")}
-        rest = {**rest, "type": "function"}
+        rest["type"] = "function"
     fields = dict(_mapping(function))
     if not isinstance(fields.get("name"), str):
         raise ValueError("a call has no name")
     arguments = fields.get("arguments")
-    text = arguments if isinstance(arguments, str) else _as_json(arguments)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {**rest, "function": {**fields, "arguments": text if _arguments(text) else "{}"}}
-
-
-def _as_json(value: object) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except TypeError as error:  # a date or a decimal of Parquet
-        raise ValueError(str(error)) from error
 
 
 def _arguments(text: str) -> Mapping[str, object]:
@@ -387,18 +379,14 @@ def _mapping(value: object) -> Mapping[str, object]:
 def _take_reasoning(fields: Message) -> None:
     """Put thinking beside the content under one name."""
     for name in REASONING_KEYS:
-        if isinstance(fields.get(name), str):
-            text = fields.pop(name)
-            if text:
-                fields.setdefault(REASONING, text)
+        if isinstance(fields.get(name), str) and (text := fields.pop(name)):
+            fields.setdefault(REASONING, text)
 
 
 def _take_marks(fields: Message, place: str) -> bool:
     """Take the marks of training out of a message; return whether it may be trained."""
     is_trained = True
-    for name in _MARKS:
-        if name not in fields:
-            continue
+    for name in fields.keys() & _MARKS:
         value = fields.pop(name)
         if value not in (0, 1):
             raise DataError(f"{place}: {name} must be 0 or 1: got {str(value)[:40]!r}")
@@ -407,7 +395,7 @@ def _take_marks(fields: Message, place: str) -> bool:
                 f"{place}: {name} is {value}, and only an assistant's turns are trained: leave it "
                 "out, or give --train_on all for all messages"
             )
-        is_trained = is_trained and bool(value)
+        is_trained &= bool(value)
     return is_trained
 
 

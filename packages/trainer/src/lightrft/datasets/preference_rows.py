@@ -16,6 +16,7 @@ from lightrft.datasets.messages import (
     Message,
     ReadRecord,
     in_context,
+    named_columns,
     read_conversation,
     read_messages,
 )
@@ -252,8 +253,7 @@ def _answer_columns(row: Row) -> tuple[str, ...]:
     raise DataError(
         f"{row.location}: expected columns chosen and rejected (and prompt), or prompt_ids, "
         "chosen_ids and rejected_ids, or prompt, completion and label, or prompt_ids, "
-        "response_ids and label; found "
-        f"{', '.join(map(repr, row.columns)) or 'none'}"
+        f"response_ids and label; found {named_columns(row.columns)}"
     )
 
 

@@ -18,6 +18,7 @@ from lightrft.datasets.messages import (
     alpaca_prompt,
     in_context,
     is_alpaca,
+    named_columns,
     note_unread_keys,
     read_conversation,
     read_tools,
@@ -218,9 +219,7 @@ def _column(row: Row, name: str) -> object:
         return row.columns[name]
     guesses = _likely_keys(row, name)
     hint = f"; set --input_key {guesses[0]}" if guesses else "; set --input_key to one of them"
-    raise DataError(
-        f"{row.location}: no column {name!r}, found {', '.join(map(repr, row.columns))}{hint}"
-    )
+    raise DataError(f"{row.location}: no column {name!r}, found {named_columns(row.columns)}{hint}")
 
 
 def _has_no_prompt(row: Row, name: str) -> bool:

@@ -26,6 +26,7 @@ from lightrft.datasets.messages import (
     ReadRecord,
     alpaca_turns,
     like,
+    named_columns,
     note_unread_keys,
     read_conversation,
     read_messages,
@@ -176,7 +177,7 @@ def kind_of(row: Row) -> str:
     raise DataError(
         f"{row.location}: expected a column messages, conversations or text, or prompt and "
         "completion, or instruction and output, or token_ids and is_trained; found "
-        f"{', '.join(map(repr, row.columns)) or 'none'}{renaming(row.columns)}"
+        f"{named_columns(row.columns)}{renaming(row.columns)}"
     )
 
 

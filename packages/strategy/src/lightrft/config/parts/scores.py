@@ -193,19 +193,13 @@ class ScorerOptions(ServiceOptions):
 
 
 @part("reward")
-class WeightedScorerOptions(ScorerOptions):
-    """Scorers whose sum is weighted."""
+class RewardOptions(ScorerOptions):
+    """Rewards of training and evaluation."""
 
     reward_weights: tuple[float, ...] = option(
         (),
         "Factor of each reward_fn, then remote_rm_url, then reward_pretrain; unset is 1 each.",
     )
-
-
-@part("reward")
-class RewardOptions(WeightedScorerOptions):
-    """Rewards of training."""
-
     reward_pretrain: tuple[str, ...] = option(
         (),
         "Reward models of lightrft reward, or sequence classifiers with one label; their scores "

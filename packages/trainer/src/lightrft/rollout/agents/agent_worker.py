@@ -1,13 +1,11 @@
-"""Agents in a worker process: many episodes on one event loop.
-
-Runs in the worker; imports only the standard library and the user's file.
-"""
+"""Agents in a worker process: many episodes on one event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from lightrft.config.registry import AGENT_KINDS, split_kind
@@ -18,9 +16,10 @@ from lightrft.strategy.distributed.network import raise_open_files
 
 # Name of the agent's total reward in reports.
 _TOTAL = "agent"
+_NAMES = ("base_url", "api_key", "row")
 # Each episode has connections; the episode of a program also has pipes.
 MAX_OPEN_FILES = 1 << 16
-Agent = Callable[[str, str, dict[str, object]], object]
+Agent = Callable[..., object]
 
 
 def load_agents(agent: str, sandbox: str) -> HostedAgents:
@@ -37,9 +36,13 @@ def load_agents(agent: str, sandbox: str) -> HostedAgents:
     if kind is not None:
         make = cast("Callable[[str, str], Agent]", AGENT_KINDS.load(kind))
         return HostedAgents(make(what, sandbox))
-    function = load_user_code(agent, "agent")
-    _check_signature(agent, function)
-    return HostedAgents(cast("Agent", function))
+    function = cast("Agent", load_user_code(agent, "agent"))
+    try:
+        inspect.signature(function).bind(*_NAMES)
+    except TypeError as error:
+        expected = "expected async def run(base_url, api_key, row)"
+        raise ReportedError(f"agent {agent}: {expected}; {error}") from error
+    return HostedAgents(function)
 
 
 class HostedAgents(HostedEpisodes):
@@ -58,11 +61,14 @@ class HostedAgents(HostedEpisodes):
 
     async def perform(self, request: Request) -> object:
         """Run the agent of one episode; return its reward."""
-        arguments = cast("tuple[str, str, dict[str, object]]", request["arguments"])
-        if inspect.iscoroutinefunction(self._agent):
-            return checked_reward(await settled(self._agent(*arguments)))
-        result = await settled(asyncio.to_thread(self._agent, *arguments))
-        return checked_reward(await settled(result))
+        arguments = dict(zip(_NAMES, cast("Sequence[object]", request["arguments"]), strict=True))
+        if arguments.keys() <= inspect.signature(self._agent).parameters.keys():
+            call = partial(self._agent, **arguments)
+        else:
+            call = partial(self._agent, *arguments.values())
+        is_waiting = inspect.iscoroutinefunction(self._agent)
+        value = await settled(call() if is_waiting else asyncio.to_thread(call))
+        return checked_reward(await settled(value))
 
 
 def checked_reward(value: object) -> list[object] | None:
@@ -82,13 +88,3 @@ def checked_reward(value: object) -> list[object] | None:
             text = f"expected a text other than {_TOTAL!r}, the name of the whole reward"
             raise ReportedError(f"the agent returned a part named {wrong!r:.80}: {text}")
     return total_and_parts(value, whole="the agent's reward", part="the agent's {!r}")
-
-
-def _check_signature(name: str, found: object) -> None:
-    expected = "expected async def run(base_url, api_key, row)"
-    if not callable(found) or inspect.isclass(found):
-        raise ReportedError(f"agent {name} is no function: {expected}")
-    try:
-        inspect.signature(found).bind("", "", {})
-    except TypeError as error:
-        raise ReportedError(f"agent {name}: {expected}; {error}") from error

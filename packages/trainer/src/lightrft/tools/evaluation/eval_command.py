@@ -22,9 +22,10 @@ from lightrft.cli.preflight import (
     engine_problems,
     found_columns,
     model_problems,
+    no_reward,
 )
 from lightrft.config import ConfigError, TrainConfig
-from lightrft.config.other_names import A_DATA_FILE, A_REWARD
+from lightrft.config.other_names import A_DATA_FILE
 from lightrft.config.train_config import command_options
 from lightrft.reporting.files import CONFIG_FILE
 from lightrft.reporting.start_bar import start_text
@@ -95,9 +96,7 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     problems += model_problems("MODEL", str(model))
     if config.eval_data is None:
         problems.append(f"--eval_data is missing: {A_DATA_FILE}")
-    if not config.reward_fn and not config.remote_rm_url:
-        problems.append(f"--reward_fn is missing: {A_REWARD}")
-    refuse(problems, ConfigError)
+    refuse(problems + no_reward(config), ConfigError)
     says = not is_worker()
     config = config.replaced(found_columns(config, config.eval_data, config.eval_split, says=says))
     config.prompt_data = None  # only the evaluation's prompts are read
