@@ -253,7 +253,7 @@ def test_two_nodes_train_on_real_questions_and_end_when_one_is_killed(
     text = (tmp_path / f"{nodes[0].name}.log").read_text()
     assert code == 1, text[-3000:]  # torchrun's own, whatever its processes ended with
     assert took <= seconds(LIMIT_SECONDS)
-    assert "Connection closed by peer" in text or "Connection reset by peer" in text, text[-3000:]
+    assert "ended because another rank failed" in text, text[-3000:]
 
 
 if __name__ == "__main__":
