@@ -17,7 +17,7 @@ from lightrft.engines.media.media import EncodedPrompt, RowMedia
 from lightrft.models.actor import Actor
 from lightrft.models.attention import MissingBoundsError
 from lightrft.models.loading import ModelLoadError
-from lightrft.models.proof import Proof, projected, refusing, require_causality
+from lightrft.models.proof import EAGER, Proof, projected, refusing, require_causality
 from lightrft.models.sequence_model import trunk_output
 from lightrft.models.types import LayoutRefusedError
 
@@ -54,7 +54,8 @@ class MediaProof(Proof):
     @property
     def distance_of_pictures(self) -> float:
         """Distance of a row from itself with its picture in negative: what a swap would change."""
-        other = self._own_of(self.rows[0], self._negative)
+        with self._attending(EAGER):
+            other = self._own_of(self.rows[0], self._negative)
         return self.largest_of_ranks(float((other - self.expected[0]).abs().max()))
 
     @property
@@ -64,10 +65,10 @@ class MediaProof(Proof):
     @property
     def _negative(self) -> EncodedPrompt:
         """First prompt with its picture in negative, whose tokens are the same."""
-        inputs = self._first.tensors.items()
-        negative = {n: -t if t.is_floating_point() else t for n, t in inputs}
-        spans = (replace(span, tensors=negative) for span in self._first.spans)
-        return replace(self._first, tensors=negative, spans=tuple(spans))
+        first = self._first
+        negative = {n: -t if t.is_floating_point() else t for n, t in first.tensors.items()}
+        spans = tuple(replace(span, tensors=negative) for span in first.spans)
+        return replace(first, tensors=negative, spans=spans)
 
     @property
     def _family(self) -> VisionFamily:
@@ -119,8 +120,9 @@ class MediaProof(Proof):
     def _as_run(self, rows: Sequence[Tensor], *, is_training: bool = False) -> list[Tensor]:
         token_ids = pad_sequence(list(rows), batch_first=True)
         mask = pad_sequence([torch.ones_like(row, dtype=torch.bool) for row in rows], True)
-        is_scored = pad_sequence([self._is_scored(row, self._prompt_of(row)) for row in rows], True)
-        media = RowMedia(tuple(self._prompt_of(row) for row in rows))
+        prompts = tuple(map(self._prompt_of, rows))
+        is_scored = pad_sequence(list(map(self._is_scored, rows, prompts)), True)
+        media = RowMedia(prompts)
         forward = self.inner.forward
 
         def run(ids: Tensor, is_real: Tensor) -> Tensor:
