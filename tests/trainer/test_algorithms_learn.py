@@ -1,6 +1,7 @@
 """Every algorithm solves the quick start's task on held-out sums.
 
-All start from one warm-started model; a minute or two of one core each: run with `-m slow`.
+All start from one warm-started model; a minute or two of one core each: run with `-m slow`. GRPO,
+PPO and REINFORCE++ do it as algorithms of the command, in `tests/tools/quickstart`.
 """
 
 import dataclasses
@@ -13,7 +14,6 @@ from tests.ranks import run_multiprocess
 pytestmark = [pytest.mark.shard("learning"), pytest.mark.slow, pytest.mark.timeout(7200)]
 
 ALGORITHMS = {
-    "grpo": {},
     "rloo": {"advantage_estimator": "rloo"},
     "reinforce_baseline": {"advantage_estimator": "reinforce_baseline"},
     "dr_grpo": {"advantage_estimator": "dr_grpo", "policy_loss": "dr_grpo"},
@@ -27,8 +27,6 @@ ALGORITHMS = {
     "sapo": {"policy_loss": "sapo", "loss_agg_mode": "seq-mean-token-mean"},
     "reinforce": {"policy_loss": "reinforce"},
     "remax": {"advantage_estimator": "remax"},
-    "ppo": {"algorithm": "ppo"},
-    "reinforce++": {"algorithm": "reinforce++"},
     # Rows of older weights teach as much.
     "lag 1": {"rollout_lag": 1},
     "lag 2": {"rollout_lag": 2},
@@ -61,8 +59,8 @@ def train(rank, world_size, directory, model, options):
     from lightrft.tools.quickstart.task import ADDITION, HELD_OUT_SEED, write_exercises
 
     torch.set_num_threads(1)
-    folder, options = Path(directory), dict(options)
-    recipe = Recipe(algorithm=options.pop("algorithm", "grpo"), num_threads=1, num_eval_prompts=256)
+    folder = Path(directory)
+    recipe = Recipe(num_threads=1, num_eval_prompts=256)
     (folder / "data").mkdir()
     for name, count, seed, held_out in (
         ("train.jsonl", recipe.num_prompts, 0, False),

@@ -1,10 +1,11 @@
 """One training step gives the same loss, outputs, gradient and weights however it is carried out.
 
 The reference is one process with one padded micro-batch of all rows. By default a cover of all
-pairs of options runs, and with `-m slow` their whole product.
+pairs of options runs, and with `-m slow` a sample of their whole product.
 """
 
 import itertools
+import random
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -253,11 +254,6 @@ def available(choice):
     return find_spec("deepspeed") is not None or not choice["backend"].startswith("zero")
 
 
-def shard_of(model):
-    family = model.removesuffix("-tied")
-    return pytest.mark.shard("invariance" if family == "moe" else f"invariance_{family}")
-
-
 CHOICES = list(product())
 PLAIN_CELLS = {with_model(c)[1] for c in CHOICES if c["bf16"] or c["offloads"]}
 COVER = pairwise_cover(CHOICES)
@@ -282,14 +278,13 @@ def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("model", [pytest.param(name, marks=shard_of(name)) for name in MODELS])
-@pytest.mark.parametrize("backend", list(BACKENDS))
-def test_the_whole_product_of_options_gives_the_reference(backend, model, models):
-    choices = [
-        c for c in CHOICES if c["backend"] == backend and c["model"] == model and available(c)
-    ]
-    assert not violations(run(choices, models, timeout_seconds=7000))
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_ninth_of_all_choices_gives_the_reference(backend, models):
+    """Another one in every session, with many cells of any four options."""
+    choices = [c for c in CHOICES if c["backend"] == backend and available(c)]
+    chosen = random.sample(choices, len(choices) // 9)
+    assert not violations(run(chosen, models, timeout_seconds=3500))
 
 
 @pytest.mark.slow
