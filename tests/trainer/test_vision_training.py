@@ -116,7 +116,6 @@ def test_a_wrong_cut_of_shared_rows_is_seen(preset, cut, data, models, tmp_path)
     found = metrics(data, model, tmp_path / "other", cut=cut, **cell, **unchecked)
     with pytest.raises(AssertionError):
         assert_same_steps(found, expected)
-    assert found[0]["grad_norm"] != pytest.approx(expected[0]["grad_norm"], rel=1e-3)
     assert found[0]["logprob_diff_mean"] > 1e-3
 
 
