@@ -231,24 +231,23 @@ def test_files_of_unknown_origin_are_not_overwritten(config, tmp_path):
 
 
 def test_options_that_keep_a_run_exact_may_change_and_are_listed(config):
-    leave_run(config())
-    plan = plan_run(config(max_steps=9, save_steps=3))
-    assert {change.name: change.after for change in plan.changes} == {
-        "max_steps": "9",
-        "save_steps": "3",
-    }
+    leave_run(config(), stage="sft")
+    changed = {"max_steps": 9, "save_steps": 3, "max_epochs": 2}
+    plan = plan_run(config(**changed))
+    assert {change.name: int(change.after) for change in plan.changes} == changed
     assert all(change.is_free for change in plan.changes)
 
 
 def test_a_change_that_breaks_exactness_is_refused_with_a_diff(config):
-    leave_run(config())
-    changed = {"temperature": 0.9, "seed": 7, "max_steps": 9}
-    text = refused(config(**changed), "--allow_changes")
-    assert "temperature: 0.7 -> 0.9" in text
-    assert "seed: 42 -> 7" in text
+    leave_run(config(), stage="policy")
+    changed = {"temperature": 0.9, "max_epochs": 2, "seed": 7, "max_steps": 9}
+    text = refused(
+        config(**changed), r"seed: 42 -> 7(.|\n)+temperature: 0.7 -> 0.9(.|\n)+--allow_ch"
+    )
     assert "max_steps" not in text
     plan = plan_run(config(**changed, allow_changes=True))
-    assert [change.name for change in plan.changes if not change.is_free] == ["seed", "temperature"]
+    breaking = {"max_epochs", "seed", "temperature"}
+    assert {each.name for each in plan.changes if not each.is_free} == breaking
 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "r.py"])
@@ -262,10 +261,9 @@ def test_a_changed_input_file_is_refused_and_a_touched_one_is_not(config, tmp_pa
 
 
 def model_in(folder):
-    model = folder / "m"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"one")
-    return model
+    (folder / "m").mkdir()
+    (folder / "m/model.safetensors").write_bytes(b"one")
+    return folder / "m"
 
 
 def test_a_tokenizer_that_is_another_one_now_breaks_exactness(config, tmp_path):

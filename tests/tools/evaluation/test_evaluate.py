@@ -184,6 +184,11 @@ def test_prompts_of_responses_are_those_of_the_rows_and_render_again_alike(tmp_p
 
 
 def test_a_reward_model_or_an_environment_is_reward_enough(folder):
-    argv = [str(folder / "model"), "--eval_data", str(folder / "eval.jsonl")]
+    argv = [
+        str(folder / "model"),
+        "--apply_chat_template",
+        "--eval_data",
+        str(folder / "eval.jsonl"),
+    ]
     for option in ("--reward_pretrain", "--environment", "--agent"):
-        eval_command.parse([*argv, option, str(folder / "model"), "--apply_chat_template"])
+        eval_command.parse([*argv, option, argv[0]])

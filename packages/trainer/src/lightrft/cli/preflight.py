@@ -202,7 +202,7 @@ def port_problems(num_processes: int) -> list[str]:
 def disk_problems(config: TrainConfig) -> list[str]:
     """Return problems of run folders: not writable, or too small for checkpoint and model."""
     size = sum(map(count_model, _models(config)))
-    num_checkpoints = 2 if config.save_steps > 0 else 1  # the old one is deleted after the new one
+    num_checkpoints = 1 + (config.save_steps > 0)  # the old one is deleted after the new one
     needs = (
         ("output_dir", Path(config.output_dir), 0),
         ("ckpt_path", config.checkpoint_dir, size * _CHECKPOINT_BYTES * num_checkpoints),
@@ -239,8 +239,8 @@ def _shown_bytes(count: float) -> str:
 def _models(config: TrainConfig) -> Iterator[str]:
     yield str(config.pretrain)
     # By name: an estimator's declaration is available only with torch.
-    if config.advantage_estimator == "gae" or isinstance(config.critic_pretrain, str):
-        critic = config.critic_pretrain
+    critic = config.critic_pretrain
+    if config.advantage_estimator == "gae" or isinstance(critic, str):
         yield critic if isinstance(critic, str) else str(config.pretrain)
 
 
@@ -391,7 +391,7 @@ def check_data(config: PromptDataOptions, *, keeps: bool = False) -> CheckedData
             prompt = render(row, PlainTokenizer(), config)
             labels.append((row.location, label_of(row, config)))
             if text == config.prompt_data:
-                columns = frozenset(row.columns) & (columns or frozenset(row.columns))
+                columns = frozenset(row.columns).intersection(columns or row.columns)
                 if len(examples) < NUM_EXAMPLES:
                     examples.append((prompt, row))
     return CheckedData(columns or frozenset(), tuple(labels), tuple(examples))

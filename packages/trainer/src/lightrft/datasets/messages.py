@@ -75,11 +75,10 @@ class Conversation:
 
     def __add__(self, other: Conversation) -> Conversation:
         """Return both, one after the other."""
-        moved = {place + len(self.messages) for place in other.untrained}
         return Conversation(
             (*self.messages, *other.messages),
             self.tools or other.tools,
-            self.untrained | moved,
+            self.untrained | {place + len(self.messages) for place in other.untrained},
         )
 
 
@@ -100,9 +99,9 @@ def read_messages(columns: Mapping[str, object], name: str, *, speaker: str = ""
     if isinstance(content, str) and content and speaker:
         return Conversation(({"role": speaker, "content": content},))
     if not isinstance(content, Sequence) or isinstance(content, str) or not content:
-        wanted = "a string or a list of messages" if speaker else "a list of messages"
         raise DataError(
-            f"column {name!r} must hold {wanted}: got {type(content).__name__} "
+            f"column {name!r} must hold {'a string or ' if speaker else ''}a list of messages: got "
+            f"{type(content).__name__} "
             f"{str(content)[:80]!r}"
         )
     places = (f"message {place} of column {name!r}" for place in range(1, 1 + len(content)))
@@ -239,8 +238,7 @@ def renaming(columns: Container[str]) -> str:
 
 def named_columns(columns: Mapping[str, object]) -> str:
     """Return the names of columns, for an error."""
-    names = (f"{name!r}{' (null)' * (value is None)}" for name, value in columns.items())
-    return ", ".join(names) or "none"
+    return ", ".join(f"{n!r}{' (null)' * (v is None)}" for n, v in columns.items()) or "none"
 
 
 def joined(content: object) -> str:
@@ -353,7 +351,7 @@ def _call(call: object) -> Message:
     if function is None:  # name and arguments stand in the call itself
         function = {name: rest.pop(name, None) for name in ("name", "arguments")}
         rest["type"] = "function"
-    fields = dict(_mapping(function))
+    fields = _mapping(function)
     if not isinstance(fields.get("name"), str):
         raise ValueError("a call has no name")
     arguments = fields.get("arguments")

@@ -204,7 +204,8 @@ def _require_same(config: TrainConfig, summary: Mapping[str, object]) -> None:
         lines = "\n".join(f"  {line}" for line in odd)
         raise ConfigError(
             f"--output_dir: {folder} holds another run, which is {how}:\n{lines}\n"
-            "give a new folder, or --load_checkpoint with a larger --max_steps or --num_episodes"
+            "give a new folder, or --load_checkpoint with a larger --max_steps or --num_episodes "
+            "(on rows --max_epochs)"
         )
 
 
@@ -273,12 +274,14 @@ def find_changes(folder: Path, config: TrainConfig) -> tuple[Change, ...]:
     new = without_secrets(config)
     before = without_secrets(old)
     new["ckpt_path"], before["ckpt_path"] = str(config.checkpoint_dir), str(old.checkpoint_dir)
+    start = _read_start(folder)
+    # Passes over rows make a run longer; those over the samples of a step make it another.
+    longer = "max_epochs" if start.get("stage", "policy") != "policy" else ""
     changes = [
-        Change(name, repr(before[name]), repr(new[name]), is_free=info.may_change)
+        Change(name, repr(before[name]), repr(new[name]), info.may_change or name == longer)
         for name, (_, info) in options_of(TrainConfig).items()
         if name in new and before[name] != new[name]
     ]
-    start = _read_start(folder)
     return (*changes, *changed_inputs(start, config), *changed_models(start, config))
 
 
@@ -358,12 +361,8 @@ def describe_inputs(config: TrainConfig, media: str = "") -> dict[str, Mapping[s
     inputs: dict[str, Mapping[str, object]] = {}
     for path in input_files(config):
         digest = file_sha256(path)
-        modified_ns = path.stat().st_mtime_ns
-        inputs[str(path)] = {
-            "sha256": digest,
-            "modified_ns": modified_ns,
-            **origin_of(path, digest),
-        }
+        facts = {"sha256": digest, "modified_ns": path.stat().st_mtime_ns}
+        inputs[str(path)] = {**facts, **origin_of(path, digest)}
     hashes = own_functions(config) | ({MEDIA: media} if media else {})
     return inputs | {name: {"sha256": digest} for name, digest in hashes.items()}
 
