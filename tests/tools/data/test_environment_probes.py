@@ -60,6 +60,6 @@ def test_failures_are_counted(capsys):
     show_empty([0.0, 0.0, None])
     show_empty([None])
     assert capsys.readouterr().out.splitlines() == [
-        "episodes of empty turns, mean reward by the environment: 0.000, 1 failed",
-        "episodes of empty turns, mean reward by the environment: none came to an end, 1 failed",
+        "episodes of empty turns, mean reward by the environment: 0.000, 1 gave none",
+        "episodes of empty turns, mean reward by the environment: none, 1 gave none",
     ]

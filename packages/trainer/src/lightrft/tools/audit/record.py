@@ -364,7 +364,7 @@ def read_record(run: Path, step: int | None = None) -> StepRecord:
     steps = recorded_steps(run)
     if not steps:
         raise RecordError(
-            f"{run} holds no record of a step: train with --audit_every 1 (every step) or more"
+            f"{run} holds no record of a step: expected the folder of a run with --audit_every"
         )
     if step is not None and step not in steps:
         known = ", ".join(map(str, steps))

@@ -166,9 +166,9 @@ def show_certificate(result: Certificate | None) -> None:
 def show_empty(results: Sequence[float | None]) -> None:
     """Print the rewards of episodes of empty turns, and a warning if one is above 0."""
     rewards = [each for each in results if each is not None]
-    mean = f"{fmean(rewards):.3f}" if rewards else "none came to an end"
-    failed = f", {len(results) - len(rewards)} failed" if len(rewards) < len(results) else ""
-    say(f"episodes of empty turns, mean reward by the environment: {mean}{failed}")
+    mean = f"{fmean(rewards):.3f}" if rewards else "none"
+    other = f", {len(results) - len(rewards)} gave none" if len(rewards) < len(results) else ""
+    say(f"episodes of empty turns, mean reward by the environment: {mean}{other}")
     if num_paid := sum(each > 0 for each in rewards):
         say(f"warning: {num_paid} of {len(rewards)} episodes of empty turns are paid")
 

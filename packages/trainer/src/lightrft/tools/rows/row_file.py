@@ -273,4 +273,4 @@ def _no_rows(
             f"--threshold is {request.threshold:g}"
         )
     needs = ", with a lower reward beside it" if choice.makes_pairs else ""
-    return f"{said}; expected an answer that ends before generate_max_len{needs}"
+    return f"{said}; expected answers not held out that end before generate_max_len{needs}"
