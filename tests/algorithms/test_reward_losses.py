@@ -66,13 +66,24 @@ def test_preference_reverse_and_tie_add_up_to_1(difference, width):
     assert tied[2] == pytest.approx(tied[1])
 
 
-def test_a_tie_pulls_scores_together():
+@pytest.mark.parametrize(
+    "loss, lost", [(bradley_terry, 1.1031860489), (scaled_bradley_terry, 10.0000453989)]
+)
+def test_a_tie_pulls_scores_together(loss, lost):
     tie = torch.ones(2, dtype=torch.bool)
-    differences = CHOSEN - REJECTED
-    found = bradley_terry(differences, tie, tie_coef=0.02)
-    torch.testing.assert_close(found, 0.02 * differences.abs())
+    differences = CHOSEN - REJECTED  # 0.7 and -0.7
+    assert loss(differences, tie).tolist() == pytest.approx([0.007, 0.007], abs=1e-15)
+    assert loss(differences, tie, tie_coef=0.02).tolist() == pytest.approx(
+        [0.014, 0.014], abs=1e-15
+    )
+    # The second is a preference: log(1 + exp(0.7)), or log(1 + exp(10)) of scaled scores.
+    values = loss(differences, torch.tensor([True, False]))
+    assert values.tolist() == pytest.approx([0.007, lost], abs=1e-10)
+
+
+def test_a_tie_without_width_is_refused():
     with pytest.raises(ValueError, match="tie_width must be positive: got 0"):
-        rao_kupper(differences, tie, tie_width=0)
+        rao_kupper(CHOSEN, NO_TIE, tie_width=0)
 
 
 def test_labels_are_compared_with_scores():

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from tests.rollout.image_environments import squares
 
 from lightrft.cli.errors import UsageError
 from lightrft.config import ConfigError, TrainConfig
+from lightrft.datasets.types import DataError
 from lightrft.models.loading import SCORE_FILE
 from lightrft.tools.model_presets import write_tiny_model
 from lightrft.tools.serve import chat_model
@@ -156,18 +158,31 @@ def test_a_model_whose_images_no_turn_can_follow_answers_texts(tmp_path):
         assert post(texts, messages=[said("Look.", squares(1))]).status_code == 400
 
 
+def test_the_advice_about_a_missing_template_can_be_followed(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    template = (folder / "chat_template.jinja").rename(tmp_path / "turns.jinja")
+    with pytest.raises(DataError, match="--chat_template FILE"):
+        run([str(folder), "--port", "0"])
+    options = build_parser().parse_args([str(folder), "--chat_template", str(template)])
+    path, config = served(folder, "hermes", options.chat_template)
+    with Service(path, config, port=0, key="sk-own") as texts:
+        threading.Thread(target=texts.serve, daemon=True).start()
+        assert post(texts, messages=TALK).status_code == 200
+
+
 def test_what_is_served(model, tmp_path):
     assert served(model, None) == (model, TrainConfig())
     folder = tmp_path / "run"
     folder.mkdir()
-    TrainConfig(pretrain=str(model), output_dir=str(folder), temperature=0.5).save(
-        folder / "config.toml"
-    )
+    of_run = TrainConfig(pretrain=str(model), output_dir=str(folder), temperature=0.5)
+    # The saved model has it.
+    replace(of_run, chat_template="gone.jinja").save(folder / "config.toml")
     with pytest.raises(UsageError, match="holds no model"):
         served(folder, None)
     (folder / "model").symlink_to(model)
     path, config = served(folder, "llama")
     assert (path, config.temperature, config.tool_parser) == (folder / "model", 0.5, "llama")
+    assert config.chat_template is None
 
 
 def test_a_lack_of_memory_is_not_called_a_fault_of_the_weights(model, monkeypatch):

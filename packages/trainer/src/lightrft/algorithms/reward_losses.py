@@ -29,6 +29,8 @@ def scaled_bradley_terry(
 ) -> Tensor:
     """Cross-entropy of the pair's two scores times `scale`: log(1 + exp(-scale d)).
 
+    A tie costs tie_coef |d|, which is not scaled.
+
     Source: Wu et al. 2023 (HPS v2), arXiv:2306.09341, sec. 4; the scale is CLIP's at the
     start, and constant.
     """

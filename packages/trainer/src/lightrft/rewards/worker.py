@@ -120,7 +120,15 @@ def _failure(err: BaseException, setup: dict[str, object]) -> dict[str, object]:
     shown_file = setup.get("shown_file")
     first = next((i for i, frame in enumerate(frames) if frame.filename == shown_file), None)
     shown = frames[first:] if first is not None else []
-    lines = [*traceback.format_list(shown), *traceback.format_exception_only(err)]
+    lines = [
+        *traceback.format_list(shown),
+        # Without type and message, which are the error itself.
+        *(
+            part
+            for part in traceback.format_exception_only(err)
+            if part.partition(":")[0].strip().rpartition(".")[2] != kind
+        ),
+    ]
     return {"error": f"{kind}: {err}", "kind": kind, "traceback": "".join(lines).rstrip()}
 
 

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
         key = os.environ.get(args.api_key_env)
         if not key:
             raise UsageError(f"--api_key_env: the environment has no {args.api_key_env}")
-    path, config = served(Path(args.model), args.tool_parser)
+    path, config = served(Path(args.model), args.tool_parser, args.chat_template)
     share_processors()
     hide_progress_bars()
     try:
@@ -68,8 +68,12 @@ def build_parser() -> Parser:
     return parser_of("serve", {"--tool_parser": ("auto", *PARSERS)})
 
 
-def served(folder: Path, tool_parser: str | None) -> tuple[Path, TrainConfig]:
+def served(
+    folder: Path, tool_parser: str | None, chat_template: str | None = None
+) -> tuple[Path, TrainConfig]:
     """Return the folder of the model, and the options of its run, or defaults without a run.
+
+    The model's own template is that of the run, with the arguments in it.
 
     Raises:
         UsageError: The folder has no model.
@@ -80,6 +84,7 @@ def served(folder: Path, tool_parser: str | None) -> tuple[Path, TrainConfig]:
         path = folder / "model" if (folder / "model").is_dir() else config.model_dir
     if not (path / "config.json").is_file():
         raise UsageError(f"{folder} holds no model: expected a run with one, or a model's folder")
+    config = replace(config, chat_template=chat_template, chat_template_args=None)
     return path, config if tool_parser is None else replace(config, tool_parser=tool_parser)
 
 
