@@ -464,6 +464,10 @@ REWARDS = {
         {
             "--reward_fn gsm8": "'gsm8' ... did you mean gsm8k",
             "--reward_fn nofile.py:f": "nofile.py:f ... no file",
+            "--reward_fn reward.py:f,b.py:g": "reward.py:f,b.py:g ... no file ... by spaces",
+            "--reward_fn gsm8k,reward.py:f": "gsm8k,reward.py:f ... no file ... by spaces",
+            "--reward_fn gsm8k,boxed_math": "'gsm8k,boxed_math' ... by spaces",
+            "without reward_fn --remote_rm_url http://a:1,http://b:1": "... by spaces",
             "--reward_fn reward.py": "FILE.py:FUNCTION ... reward.py:reward",
             "--reward_fn reward.py:ff": "reward.py ... 'ff' ... did you mean f",
             "without reward_fn --remote_rm_url host:1": "remote_rm_url ... http://HOST:PORT",
@@ -696,9 +700,11 @@ PLUG_INS = {
         "train",
         {
             "--policy_loss .py:f": "policy loss ... .py cannot be imported",
+            "--policy_loss losses.py:f,losses.py:g": "no file losses.py:f,losses.py ... by spaces",
+            "--policy_loss losses.py:f,dapo": "policy_loss: got ... by spaces",
             "--policy_loss json:no_such_name": "json has no 'no_such_name'",
             "--policy_loss no.such.module:f": "cannot be imported",
-            "--policy_loss no_such_file.py:f": "no_such_file.py cannot be imported",
+            "--policy_loss no_such_file.py:f": "no_such_file.py cannot be imported: ... no file no",
             "--policy_loss losses.py:nothing": "losses.py has no 'nothing'",
             "--policy_loss losses.py:odd_annotation": "policy_loss ... no gradient flows",
             "--policy_loss losses.py:no_gradient": "no gradient flows",

@@ -13,6 +13,8 @@ from lightrft.config.registry import (
     keyword_options,
     split_reference,
 )
+from lightrft.rewards.worker import ReportedError
+from lightrft.rollout.user_code import absolute_reference, load_user_code
 
 
 @pytest.mark.parametrize("registry", REGISTRIES.values(), ids=REGISTRIES)
@@ -36,6 +38,19 @@ def test_every_import_string_of_a_table_leads_somewhere(registry):
 def test_a_reference_is_a_file_or_a_module_and_a_name(text, parts):
     assert split_reference(text) == parts
     assert (text in REWARDS) == (parts is not None)
+
+
+@pytest.mark.parametrize(
+    "text", ["own.py:f,other.py:f", "name,own.py:f", "own.py:f,name", "package.module:f,name"]
+)
+def test_commas_between_choices_are_named(tmp_path, text):
+    with pytest.raises(ConfigError, match="separated by spaces, not by commas"):
+        LOGGERS.load(text)
+    with pytest.raises((ReportedError, ConfigError), match="separated by spaces, not by commas"):
+        load_user_code(absolute_reference(text, "agent")[0], "agent")
+    (tmp_path / "a,b").mkdir()
+    (tmp_path / "a,b/own.py").write_text("def f(): ...\n")
+    assert callable(LOGGERS.load(f"{tmp_path}/a,b/own.py:f"))
 
 
 def test_a_file_is_one_module_for_each_content(tmp_path):

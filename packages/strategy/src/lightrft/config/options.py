@@ -296,7 +296,14 @@ def _choice_problem(name: str, value: object, info: OptionInfo) -> str | None:
     hint_text = f" (did you mean {near[0]!r}?)" if near else ""
     hint_text = word_of_the_field(str(wrong[0])) or hint_text
     references = "" if isinstance(info.choices, tuple) else ", FILE.py:NAME or MODULE:NAME"
+    hint_text += comma_hint(wrong[0])
     return f"{name}: got {short(wrong[0])}, expected one of {listing}{references}{hint_text}"
+
+
+def comma_hint(value: object) -> str:
+    """Return the end of an error about a value that may be several, joined by commas, or ""."""
+    is_joined = isinstance(value, str) and "," in value
+    return "; several values are separated by spaces, not by commas" if is_joined else ""
 
 
 def _number_problem(name: str, value: object, info: OptionInfo) -> str | None:

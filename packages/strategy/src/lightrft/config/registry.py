@@ -25,7 +25,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from lightrft.config.files import regular_file
-from lightrft.config.options import ALGORITHMS, ConfigError, accepts, coerce, did_you_mean
+from lightrft.config.options import (
+    ALGORITHMS,
+    ConfigError,
+    accepts,
+    coerce,
+    comma_hint,
+    did_you_mean,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -113,7 +120,7 @@ class Registry(Collection[str]):
             known = [*self, *self.installed]
             raise ConfigError(
                 f"unknown {self.kind} {name!r}: expected one of {', '.join(known)}{references}"
-                f"{did_you_mean(name, known).partition('; known')[0]}"
+                f"{did_you_mean(name, known).partition('; known')[0]}{comma_hint(name)}"
             )
         entry = self.entries.get(name, name)
         if name not in self.entries and name in self.installed:
@@ -219,7 +226,9 @@ def load_reference(text: str, *, kind: str) -> object:
 
 
 def _load_file(path: Path) -> ModuleType:
-    file = path.resolve(strict=True)
+    file = path.resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {path}{comma_hint(str(path))}")
     # One module for each content, so that a file's definitions exist once in a process.
     digest = hashlib.sha256(bytes(file) + regular_file(file).read_bytes()).hexdigest()[:16]
     name = f"lightrft_plugin_{digest}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from lightrft.config import ConfigError, ScoringOptions
+from lightrft.config.options import comma_hint
 from lightrft.rewards.environment_snapshot import with_snapshots
 from lightrft.rewards.other_signatures import WITHOUT_COUNTERPART, adapted
 from lightrft.rewards.process import WorkerFailedError, WorkerPool, WorkerTask, WorkerTimeoutError
@@ -260,7 +261,9 @@ class UserReward(FunctionReward):
         file = Path(path).resolve()
         self._spelling = f"{path}:{function}"
         if not file.is_file():
-            raise ConfigError(f"reward function {self._spelling}: no file {file}")
+            raise ConfigError(
+                f"reward function {self._spelling}: no file {file}{comma_hint(str(path))}"
+            )
         self.seconds = config.reward_timeout_seconds
         self.parallel_calls = config.reward_workers
         self.workers = WorkerPool(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightrft.config import ConfigError
+from lightrft.config.options import comma_hint
 from lightrft.config.registry import (
     ENVIRONMENT_KINDS,
     Registry,
@@ -76,6 +77,7 @@ def absolute_reference(
         others = ", ".join(f"{each}:..." for each in kinds)
         raise ConfigError(
             f"{kind} {reference}: expected FILE.py:NAME, package.module:NAME or {others}"
+            f"{comma_hint(reference)}"
         )
     if not place.endswith(".py"):
         return reference, place

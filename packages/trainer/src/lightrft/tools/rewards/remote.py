@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from lightrft.config import ConfigError, ScorerOptions
-from lightrft.config.options import MASK, is_number, mask_address
+from lightrft.config.options import MASK, comma_hint, is_number, mask_address
 from lightrft.config.printable import one_line
 from lightrft.engines.media.media import Media
 from lightrft.rewards.build import numbered, reward_urls
@@ -214,13 +214,15 @@ def service_address(url: str, *, option: str = "remote_rm_url") -> str:
     try:
         parts = urlsplit(full)
         is_right = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_right = is_right and parts.port != 0 and full.isprintable() and " " not in full
+        is_right = (
+            is_right and parts.port != 0 and full.isprintable() and not re.search(" |,http", full)
+        )
     except ValueError:
         is_right = False
     if not is_right:
         raise ConfigError(
             f"{option}: got {shown!r}, expected http://HOST:PORT/PATH; a Python "
-            "file is given by --reward_fn FILE.py:FUNCTION"
+            f"file is given by --reward_fn FILE.py:FUNCTION{comma_hint(full)}"
         )
     return full
 
