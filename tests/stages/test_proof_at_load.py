@@ -196,7 +196,14 @@ def read_the_weight(monkeypatch):
         (
             read_the_weight,
             "all-linear",
-            "adapters on layers.*.mlp.down_proj have no effect: H",
+            "adapters on layers.*.mlp.down_proj have no effect: HeliumForCausalLM reads the "
+            "weights there without calling the layers; give --target_modules gate_proj k_proj "
+            "o_proj q_proj up_proj v_proj",
+        ),
+        (
+            read_the_weight,
+            "down_proj",
+            "layers; give --target_modules gate_proj k_proj o_proj q_proj up_proj v_proj",
         ),
     ],
 )

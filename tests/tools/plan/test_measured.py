@@ -7,7 +7,8 @@ import torch
 from tests.models.all_types import types
 from transformers import AutoConfig, DynamicCache
 
-from lightrft.config import TrainConfig
+from lightrft.config import ConfigError, TrainConfig
+from lightrft.tools.invariance.verdict import CompileVerdict, keep_verdict, known_verdicts
 from lightrft.tools.plan.engine_room import engine_room
 from lightrft.tools.plan.setup import Setup
 from lightrft.tools.plan.sizes import read_model_size
@@ -77,6 +78,16 @@ def test_the_states_of_a_large_model_are_151_megabytes_a_row(tmp_path):
     assert room.row_bytes(1000) - room.row_bytes(0) == 1000 * room.token_bytes
     assert room.row_bytes(0) > 150_994_944 / 4
     assert room.rows == min(8, rest)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "rwkv"])
+def test_a_model_without_attention_is_refused_with_what_to_do(model_type, tmp_path):
+    # Verdicts about compiling are named by sizes.
+    config = types.tiny_config(model_type)
+    with pytest.raises(ConfigError, match="num_attention_heads.*--max_steps 1 says what each"):
+        planned(tmp_path, config)
+    keep_verdict(str(tmp_path), "inductor", CompileVerdict(0.3, 0.2, 2048))
+    assert dict(known_verdicts(str(tmp_path))) == {}
 
 
 def test_a_model_that_cannot_be_counted_is_planned_by_formulas_and_says_why(tmp_path, caplog):

@@ -46,7 +46,9 @@ from lightrft.models.sequence_model import SequenceModel, trunk_output
 from lightrft.models.shared_prefix import MIN_SHARED_TOKENS
 from lightrft.models.types import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
+from lightrft.strategy.checkpoints.gathered_model import BASE_LAYER
 from lightrft.strategy.distributed.process_end import PeerFailedError
+from lightrft.strategy.nf4 import is_linear
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 if TYPE_CHECKING:
@@ -185,20 +187,26 @@ class Proof:
         )
         return self.distance_of_layout(is_training=True)
 
-    def uncalled_adapters(self) -> list[str]:
-        """Return language layers with adapters that no row calls, numbers in names as `*`."""
+    def uncalled_adapters(self) -> tuple[list[str], list[str]]:
+        """Return language layers with adapters that no row calls, and targets that rows do call.
+
+        Numbers in names of layers are `*`; targets are last names.
+        """
         trunk, called, names = self.inner.language_model, set[str](), set[str]()
         with ExitStack() as stack:
             for name, module in trunk.named_modules():
                 layer, is_factor, _ = name.partition(".lora_A.")
-                if is_factor:
+                is_plain = ".lora_" not in name and not name.endswith(BASE_LAYER)
+                if is_factor or (is_plain and is_linear(module)):
                     kind = re.sub(r"\b\d+\b", "*", layer)
-                    names.add(kind)
+                    names |= {kind} if is_factor else set()
                     hook = module.register_forward_pre_hook(lambda *_, kind=kind: called.add(kind))
                     stack.callback(hook.remove)
             if names:
                 self._as_run(self.rows)
-        return sorted(names - called)
+        uncalled = names - called
+        last_names = ({name.rpartition(".")[2] for name in each} for each in (called, uncalled))
+        return sorted(uncalled), sorted(set.difference(*last_names))
 
     def separate_rows(self) -> None:
         """Let layers that mix the sequences of a stream be called once for each; print them."""
@@ -402,11 +410,13 @@ def _require_bound(proof: Proof) -> None:
 
     Of experts, and of other repeated layers, one must be. Texts call no towers.
     """
-    unbound = proof.uncalled_adapters()
+    unbound, targets = proof.uncalled_adapters()
     if unbound:
+        others = f"give --target_modules {' '.join(targets)}"
         raise ConfigError(
             f"target_modules: adapters on {', '.join(unbound)} have no effect: {proof.name} reads "
-            "the weights there without calling the layers; name others"
+            f"the weights there without calling the layers; "
+            f"{others if targets else 'train it whole (--lora_rank 0)'}"
         )
 
 

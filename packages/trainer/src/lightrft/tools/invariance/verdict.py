@@ -90,7 +90,7 @@ def keep_verdict(path: str, backend: str, verdict: CompileVerdict) -> None:
     """Keep a verdict beside those of other backends, where this user has a folder for it."""
     verdicts = {**dict(known_verdicts(path)), backend: verdict}
     values = {"backends": {name: asdict(each) for name, each in verdicts.items()}}
-    with suppress(RuntimeError, OSError):
+    with suppress(RuntimeError, OSError, ConfigError):
         folder = cache_folder("compile")
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / _name_of(path), sealed(values))

@@ -243,8 +243,9 @@ class ModelSize:
                     return value
             if default is None:
                 raise ConfigError(
-                    f"the configuration of the model has no {names[0]}: expected a decoder with "
-                    "hidden_size, num_hidden_layers, num_attention_heads and vocab_size"
+                    f"the configuration of the model has no {names[0]}: only decoders with "
+                    "hidden_size, num_hidden_layers, num_attention_heads and vocab_size are "
+                    "planned; summary.json of a run with --max_steps 1 says what each phase took"
                 )
             return default
 
