@@ -1,12 +1,18 @@
 """The export of a run's final model, on models written here."""
 
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from tests.runs import row_options, train, write
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lightrft.cli.main import main
+from lightrft.cli.preflight import written_bytes
+from lightrft.config import TrainConfig
+from lightrft.models.adapter_files import WEIGHTS_FILE
 from lightrft.tools.export.exported_model import ExportError, compare_models, differing_tensors
 from lightrft.tools.model_presets import write_tiny_model
 
@@ -93,6 +99,60 @@ def test_a_model_that_learned_nothing_is_not_exported(tmp_path, run, models, cap
     assert export(run, tmp_path / "out") == 8
     assert "nothing was learned" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+LEARNED = torch.full((2, 3), 0.5)
+NORM, HEAD = (f"base_model.model.{name}.weight" for name in ("model.norm", "lm_head"))
+
+
+@pytest.mark.parametrize(
+    "factor, whole, starts, code",
+    [
+        (0 * LEARNED, (), False, 8),
+        (LEARNED, (), False, 0),
+        (LEARNED, (), True, 8),
+        # Parts that are trained whole are compared with the base: norms begin as ones.
+        (0 * LEARNED, (NORM,), False, 8),
+        (0 * LEARNED, (NORM, HEAD), False, 0),
+    ],
+)
+def test_adapters_that_learned_nothing_are_not_exported(
+    tmp_path, run, models, factor, whole, starts, code
+):
+    """The base in 4 bits differs from its file in any case."""
+    adapters = {
+        "base_model.model.q.lora_A.weight": LEARNED,
+        "base_model.model.q.lora_B.weight": factor.clone(),
+        **{name: LEARNED.clone() for name in whole},
+    }
+    (run / "model").unlink()
+    shutil.copytree(models / "1", run / "model")
+    (run / "model/adapter").mkdir()
+    save_file(adapters, run / "model/adapter" / WEIGHTS_FILE)
+    if starts:
+        save_file(
+            {name: value.bfloat16() for name, value in adapters.items()}, tmp_path / WEIGHTS_FILE
+        )
+        with (run / "config.toml").open("a") as file:
+            file.write(f'lora_path = "{tmp_path}"\n')
+    assert export(run, tmp_path / "out") == code
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank, bits", [(0, None), (4, None), (4, "nf4")])
+def test_a_run_writes_what_its_start_expects_and_is_not_exported_if_it_learned_nothing(
+    tmp_path, models, rank, bits
+):
+    rows = write(tmp_path / "rows.jsonl", [{"text": "say a"}] * 4)
+    changes = {"fsdp": True, "actor_learning_rate": 0.0, "max_epochs": 1, "lora_rank": rank}
+    options = row_options(models / "0", rows, tmp_path / "run", quantize=bits)
+    train({"stage": "sft", **options, **changes})
+    expected = written_bytes(TrainConfig(**options | changes))
+    for place, num_bytes in zip(("checkpoints", "model"), expected, strict=True):
+        files = [*(tmp_path / "run" / place).rglob("*.safetensors")]
+        # Besides numbers there are headers and states of generators.
+        assert num_bytes <= sum(file.stat().st_size for file in files) < num_bytes + 45_000
+    assert export(tmp_path / "run", tmp_path / "out") == 8
 
 
 def test_models_that_differ_in_weights_or_in_logits_alone_are_told_apart(models):

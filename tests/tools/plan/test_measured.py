@@ -84,7 +84,7 @@ def test_the_states_of_a_large_model_are_151_megabytes_a_row(tmp_path):
 def test_a_model_without_attention_is_refused_with_what_to_do(model_type, tmp_path):
     # Verdicts about compiling are named by sizes.
     config = types.tiny_config(model_type)
-    with pytest.raises(ConfigError, match="num_attention_heads.*--max_steps 1 says what each"):
+    with pytest.raises(ConfigError, match=r"num_attention_heads.*--max_steps 1 says what each"):
         planned(tmp_path, config)
     keep_verdict(str(tmp_path), "inductor", CompileVerdict(0.3, 0.2, 2048))
     assert dict(known_verdicts(str(tmp_path))) == {}

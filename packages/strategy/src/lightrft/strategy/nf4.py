@@ -54,11 +54,6 @@ def quantize_layers(model: nn.Module, layers: Iterable[str], dtype: torch.dtype)
             model.set_submodule(name, packed)
 
 
-def is_linear(layer: nn.Module) -> bool:
-    """Return whether a layer multiplies by its weight, of 4 bits or more."""
-    return isinstance(layer, NF4Linear) or is_product(layer)
-
-
 @torch.no_grad()
 def is_product(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Try whether a layer multiplies by its weight: some linear classes route or form groups."""

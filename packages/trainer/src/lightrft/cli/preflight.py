@@ -28,13 +28,12 @@ from lightrft.datasets.files import Row, read_sources, scan_rows
 from lightrft.datasets.render import as_flags, found_keys, label_of, render
 from lightrft.datasets.types import DataError
 from lightrft.engines.factory import resolve_engine_type
-from lightrft.models.weight_files import count_model, cut_files
+from lightrft.models.weight_files import count_model, cut_files, tensor_shapes
 from lightrft.reporting.files import read_json
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
-# A checkpoint holds float32 weights and Adam's two moments, the final model the weights again.
-_CHECKPOINT_BYTES = 12
-_MODEL_BYTES = 4
+_FLOAT_BYTES = 4
+_WITHOUT_ADAPTERS = re.compile("embed|experts|head")
 # Rows on which a reward function is tried.
 NUM_EXAMPLES = 4
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -202,11 +201,12 @@ def port_problems(num_processes: int) -> list[str]:
 def disk_problems(config: TrainConfig) -> list[str]:
     """Return problems of run folders: not writable, or too small for checkpoint and model."""
     size = sum(map(count_model, _models(config)))
+    checkpoint_bytes, model_bytes = written_bytes(config)
     num_checkpoints = 1 + (config.save_steps > 0)  # the old one is deleted after the new one
     needs = (
         ("output_dir", Path(config.output_dir), 0),
-        ("ckpt_path", config.checkpoint_dir, size * _CHECKPOINT_BYTES * num_checkpoints),
-        ("save_path", config.model_dir, size * _MODEL_BYTES),
+        ("ckpt_path", config.checkpoint_dir, checkpoint_bytes * num_checkpoints),
+        ("save_path", config.model_dir, model_bytes),
     )
     problems = []
     files: set[Path] = set()
@@ -230,6 +230,25 @@ def disk_problems(config: TrainConfig) -> list[str]:
                 "another folder"
             )
     return problems
+
+
+def written_bytes(config: TrainConfig) -> tuple[int, int]:
+    """Return the bytes of a checkpoint and of the final model in float32.
+
+    A checkpoint holds all weights except those of 4 bits, and of the trained ones Adam's two
+    moments; DeepSpeed keeps these weights twice.
+    """
+    actor, *others = map(count_model, _models(config))
+    shapes = tensor_shapes(str(config.pretrain)) if config.lora_rank else {}
+    adapters = config.lora_rank * sum(
+        sum(shape)
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not _WITHOUT_ADAPTERS.search(name)
+    )
+    kept = adapters + sum(others) + (0 if config.quantize and adapters else actor)
+    trained = (adapters or actor) + sum(others)
+    state_bytes = 2 if config.adam_8bit else 2 * _FLOAT_BYTES if config.fsdp else 3 * _FLOAT_BYTES
+    return _FLOAT_BYTES * kept + state_bytes * trained, _FLOAT_BYTES * (actor + adapters)
 
 
 def _shown_bytes(count: float) -> str:

@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.config import ConfigError
 from lightrft.engines.hf.attention import set_text_attention, unfused_layers
+from lightrft.engines.nf4 import NF4Linear
 from lightrft.kernels.names import first_line
 from lightrft.models.actor import Actor
 from lightrft.models.attention import (
@@ -48,7 +49,7 @@ from lightrft.models.types import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.checkpoints.gathered_model import BASE_LAYER
 from lightrft.strategy.distributed.process_end import PeerFailedError
-from lightrft.strategy.nf4 import is_linear
+from lightrft.strategy.nf4 import is_product
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 if TYPE_CHECKING:
@@ -197,7 +198,9 @@ class Proof:
             for name, module in trunk.named_modules():
                 layer, is_factor, _ = name.partition(".lora_A.")
                 is_plain = ".lora_" not in name and not name.endswith(BASE_LAYER)
-                if is_factor or (is_plain and is_linear(module)):
+                if is_factor or (
+                    is_plain and (is_product(module) or isinstance(module, NF4Linear))
+                ):
                     kind = re.sub(r"\b\d+\b", "*", layer)
                     names |= {kind} if is_factor else set()
                     hook = module.register_forward_pre_hook(lambda *_, kind=kind: called.add(kind))

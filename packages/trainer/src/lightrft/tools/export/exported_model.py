@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lightrft.cli.errors import CommandError, ExitCode, PreflightError
@@ -16,6 +17,7 @@ from lightrft.cli.preflight import HUB_ID
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
+from lightrft.models.adapter_files import FACTORS, PREFIX, WEIGHTS_FILE
 from lightrft.models.loading import (
     has_processor,
     is_classifier,
@@ -85,8 +87,8 @@ def export_model(run: Path, directory: Path) -> str:
         ) from error
     try:
         what, difference = _write_and_compare(source_path, partial, _prompt(run))
-        if base_model is not None and Path(base_model).is_dir():
-            _require_trained(partial, base_model)
+        adapters = source_path / "adapter" / WEIGHTS_FILE
+        _require_trained(partial, base_model, _trained_parts(adapters, options.get("lora_path")))
         card = model_card(data, base_model=base_model, is_local=is_local, loader=_loader(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         if directory.is_dir():
@@ -180,15 +182,46 @@ def differing_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor])
     return sorted((first.keys() ^ second.keys()) | unequal)
 
 
-def _require_trained(target: Path, base_model: str) -> None:
-    """Raise an ExportError if training has changed nothing."""
-    dtype = _dtype_name(target)
-    if is_reward_model(str(target)) and not is_reward_model(base_model):
-        return
-    exported = load_exported(target, dtype).state_dict()
-    if not differing_tensors(exported, load_exported(base_model, dtype).state_dict()):
+def _trained_parts(adapters: Path, start: object) -> tuple[str, ...]:
+    """Return ends of the names of weights that can show a change.
+
+    Beside adapters that did not change these are the parts that are trained whole: a base of 4 bits
+    differs from its file without training.
+
+    Args:
+        adapters: File of the trained adapters; there may be none.
+        start: Folder of those that the run started from; None is new ones, whose B is 0.
+    """
+    trained = load_file(adapters) if adapters.is_file() else {}
+    first = Path(str(start)) / WEIGHTS_FILE
+    if start is None and trained:
+        parts = [name.removeprefix(PREFIX) for name in trained if ".lora_" not in name]
+        is_changed = any(value.any() for name, value in trained.items() if FACTORS[1] in name)
+    else:
+        parts = []
+        at_first = load_file(first) if first.is_file() else {}
+        floats = {name: value.float() for name, value in at_first.items()}
+        is_changed = not floats or bool(differing_tensors(trained, floats))
+    return ("",) if is_changed else tuple(parts)
+
+
+def _require_trained(target: Path, base_model: str | None, parts: tuple[str, ...]) -> None:
+    """Raise an ExportError if training has changed nothing.
+
+    Args:
+        target: Folder of the exported model.
+        base_model: Path or hub id of the model that the run started from, or None.
+        parts: See `_trained_parts`.
+    """
+    dtype, differing, has_base = _dtype_name(target), [*parts], False
+    if base_model is not None and Path(base_model).is_dir():
+        has_base = is_reward_model(base_model) or not is_reward_model(str(target))
+    if base_model is not None and has_base:
+        exported = load_exported(target, dtype).state_dict()
+        differing = differing_tensors(exported, load_exported(base_model, dtype).state_dict())
+    if not any(name.endswith(parts) for name in differing):
         raise ExportError(
-            f"the final model equals {base_model}, with which the run started: nothing was "
+            f"the final model is that with which the run started ({base_model}): nothing was "
             "learned, nothing was exported"
         )
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from lightrft.rollout.agents.endpoint import Endpoint, WaitingCall
     from lightrft.tools.serve.chat_model import ServedModel
 
-DEFAULT_PORT = 8000
 # Calls that arrive within this time are answered in one batch.
 _QUIET_SECONDS = 0.02
 # Limit of answers whose histories are reused; beyond it, all are forgotten.
