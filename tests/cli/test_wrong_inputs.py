@@ -18,6 +18,7 @@ import shlex
 import socket
 import sys
 import time
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,131 +173,17 @@ def contents(start, table, *, name="rows.jsonl", code=DATA):
     }
 
 
+OPTIONS = tomllib.loads(Path(__file__).with_name("wrong_options.toml").read_text())
 CONFIGURATION = lines(
     USAGE,
     "train",
-    {
-        "without pretrain": "--pretrain is missing ... init-model",
-        "without prompt_data": "--prompt_data is missing ... JSONL",
-        "without reward_fn": "--reward_fn is missing ... boxed_math",
-        "--pretrain nowhere": "--pretrain ... nowhere",
-        "--pretrain /no/where": "--pretrain ... /no/where",
-        "--critic_pretrain x --advantage_estimator gae": "--critic_pretrain",
-        "--reward_pretrain nowhere": "--reward_pretrain ... nowhere",
-        "--foo 1": "unknown option 'foo'; lightrft train --help_all lists all",
-        "--rollout_batchsize 1": "did you mean rollout_batch_size",
-        "--rm_use_engine": "rm_use_engine ... trainer's processes",
-        "--load_in_4bit 1": "load_in_4bit is not available ... quantised",
-        "--flash_attn 1": "flash_attn is not available ... scaled_dot_product",
-        "--advantage_estimator grpoo": "advantage_estimator ... 'grpoo' ... 'grpo'",
-        "--engine_type vlm": "engine_type ... 'vlm' ... did you mean 'vllm'",
-        "--policy_loss pp": "policy_loss ... 'pp' ... 'ppo'",
-        "--lr_scheduler cosine": "lr_scheduler ... 'cosine' ... linear",
-        "--loss_agg_mode token_mean": "loss_agg_mode ... token-mean",
-        "--zero_stage 4": "zero_stage ... 4",
-        "--rollout_batch_size 10": "10 * 8 = 80 ... 128 ... train_batch_size: 80 ... "
-        "rollout_batch_size: 16",
-        "--micro_train_batch_size 3": "3 * 1 = 3 ... micro_train_batch_size: 2 or 4",
-        "--rollout_batch_size -16": "rollout_batch_size ... -16 ... >= 1",
-        "--train_batch_size 0": "train_batch_size ... 0 ... >= 1",
-        "--generate_max_len -1": "generate_max_len ... -1",
-        "--max_steps 1.5": "max_steps ... '1.5'",
-        "--actor_learning_rate fast": "actor_learning_rate ... 'fast'",
-        "--temperature 0": "temperature ... >= 1e-05",
-        "--temperature 1e-320": "temperature ... >= 1e-05",
-        "--use_fire --first_token_temperature 1e-9": "first_token_temperature ... >= 1e-05",
-        "--lr_warmup_ratio 3": "lr_warmup_ratio ... <= 1",
-        "--save_steps 0": "save_steps ... -1 (off)",
-        "--nproc_per_node 0": "--nproc_per_node ... '0' ... 1",
-        "--nproc_per_node 3 --n_samples_per_prompt 3 --train_batch_size 24": "3 processes ... "
-        "15 or 18",
-        "--nproc_per_node 2 --engine_tp_size 4": "engine_tp_size ... 4 and 2",
-        "--config none.toml": "--config: no such file: none.toml",
-        "--system_prompt x": "system_prompt ... apply_chat_template",
-        "--input_template x": "input_template ... {}",
-        "--stop ''": "stop ... empty",
-        "--correction_high 2": "correction_high ... off_policy_correction",
-        "--off_policy_correction tis --top_p 0.9 --use_fire": "off_policy_correction cannot tell "
-        "which first tokens top_p",
-        "--off_policy_correction tis --top_p 0.9 --top_k 5 --engine_type sglang": "which tokens "
-        "the sglang engine kept",
-        "--reward_weights 1 2": "reward_weights ... 2 numbers for 1 rewards",
-        "--use_gspo --use_cpg_loss": "cpgd, and policy_loss is gspo",
-        "--use_gspo --policy_loss gmpo": "use_gspo is policy_loss gspo, and",
-        "--overlong_buffer --overlong_buffer_len 2000": "overlong_buffer_len ... 2000 and 1024",
-        "--no_fsdp --adam_8bit": "DeepSpeed lays Adam's moments out itself: add fsdp",
-        "--adam_8bit --fsdp --use_mp_opt": "adam_8bit excludes use_mp_opt",
-        "--adam_8bit --fsdp --nproc_per_node 2": "blocks of shards have other scales: got 2",
-        "--adam_8bit --fsdp --audit_every 1": "audit_every excludes adam_8bit",
-        "--output_dir used": "--output_dir ... used ... another run",
-        "--kl_horizon 5 --strict": "kl_horizon acts only with kl_target",
-        "--pretrain half": "no tokenizer ... half ... tokenizer.json",
-        "--pretrain adapters": "--pretrain ... adapters holds adapters alone ... merged",
-        "--lora_path adapters": "lora_path needs lora_rank ... adapter_config",
-        "--bf16 yes": "unexpected 'yes' ... a switch --NAME or --no_NAME",
-        "--model model": "names of other libraries: model is pretrain\n"
-        "--model and --pretrain are one option: give one of them",
-        "--no_temperature": "'no_temperature' ... temperature",
-        "--beta 4": "unknown option 'beta'; here it is init_kl_coef,",
-        "--per_device_train_batch_size 4": "unknown option 'per_device_train_batch_size'; "
-        "here it is micro_train_batch_size,",
-        "--gradient_accumulation_steps 4": "unknown option 'gradient_accumulation_steps'; "
-        "here it is train_batch_size,",
-        "--warmup_steps 4": "unknown option 'warmup_steps'; here it is lr_warmup_ratio,",
-        "--optim 4": "unknown option 'optim'; here it is adam_8bit,",
-        "--actor_learning_rate 1,0e-6": "actor_learning_rate ... '1,0e-6'",
-        "--engine_mem_util 80%": "engine_mem_util ... '80%'",
-        "--engine_mem_util 80": "engine_mem_util ... 80.0 ... <= 1",
-        "--min_p 0.1 --engine_type sglang": "min_p ... sglang ... top_p",
-        "--pretrain cut": "--pretrain ... cut/model.safetensors is cut ... get it again",
-        "--pretrain bare": "no weights ... safetensors",
-        "model good.jsonl": "unexpected 'model', 'good.jsonl' ... --NAME VALUE ... "
-        "lightrft train --help",
-        "-pretrain model": "unexpected '-pretrain', 'model' ... --NAME VALUE",
-        "--train_on all": "train_on is an option of lightrft sft, not of lightrft train",
-        "--reward_loss hps": "reward_loss is an option of lightrft reward, not of lightrft train",
-        # All problems of a command line come at once.
-        "--foo 1 --temperature hot --top_k 0 --load_in_4bit 8": "foo\nload_in_4bit\ntemperature\n"
-        "top_k",
-        "--n_samples_per_prompt 1 --rollout_batch_size -3 --temperature warm --top_k 0 "
-        "--system_prompt x --use_kl_loss --init_kl_coef 0 --dynamic_sampling "
-        "--input_template 'no slot'": "temperature\nrollout_batch_size\nuse_kl_loss\n"
-        "dynamic_sampling ... n_samples_per_prompt\ntop_k\ninput_template\nsystem_prompt",
-    },
+    OPTIONS["configuration"],
 )
 # What depends on the loss and the estimator, whose modules need torch.
 OF_THE_ALGORITHM = lines(
     USAGE,
     "train",
-    {
-        "--init_kl_coef 0.1 --kl_estimator k3": "kl_estimator k3 is for the loss ... "
-        "add use_kl_loss",
-        "--n_samples_per_prompt 1 --train_batch_size 16": "group_norm compares the samples of one "
-        "prompt ... n_samples_per_prompt >= 2",
-        "--policy_loss gspo --dual_clip 3": "policy_loss gspo has no dual clip ... dual_clip",
-        "--use_gspo --dual_clip 3": "policy_loss gspo has no dual clip",
-        "--policy_loss sapo --eps_clip_high 0.3": "has no clip range: leave out eps_clip_high",
-        "--advantage_estimator gdpo --reward_clip 1": "normalises the components",
-        "--stream_chunk 8 --advantage_estimator remax": "exclude each other",
-        "--advantage_args weighting=std": "group_norm has no option 'weighting'",
-        "--policy_loss_args advantages=1": "policy_loss ppo has no option 'advantages'",
-        "--policy_loss_args clip_hihg=1": "policy_loss ppo has no option ... clip_high",
-        "--off_policy_correction tis --correction_args hihg=1": "'hihg' ... high",
-        "--policy_loss gmpo --eps_clip 0.3 --advantage_args x=1 "
-        "--off_policy_correction tsi": "policy_loss gmpo has no clip range: leave out eps_clip\n"
-        "no option 'x'\n'tsi' ... did you mean 'tis'",
-        "--freezing_actor_steps 3": "freezing_actor_steps ... gae",
-        "--policy_loss sapo --policy_loss_args temprature_positive=2": "policy_loss sapo ... "
-        "did you mean temperature_positive",
-        "--policy_loss sapo --policy_loss_args temperature_positive=hot": "policy_loss sapo: "
-        "temperature_positive: got 'hot'",
-        "--off_policy_correction tsi": "did you mean 'tis'",
-        "--policy_loss daop": "did you mean 'dapo'",
-        "--overlap both": "overlap: got 'both', expected one of",
-        "--overlap split": "overlap split needs two processes or more: got 1",
-        "--overlap split --nproc_per_node 2 --no_fsdp": "split sets ... needs FSDP2: add fsdp",
-        "--overlap stream --stop a": "stream sets stream_chunk 256: ... excludes stop",
-    },
+    OPTIONS["of_the_algorithm"],
 )
 NUMBERS = lines(
     USAGE,
@@ -461,20 +348,7 @@ REWARDS = {
     **lines(
         USAGE,
         "train",
-        {
-            "--reward_fn gsm8": "'gsm8' ... did you mean gsm8k",
-            "--reward_fn nofile.py:f": "nofile.py:f ... no file",
-            "--reward_fn reward.py:f,b.py:g": "reward.py:f,b.py:g ... no file ... by spaces",
-            "--reward_fn gsm8k,reward.py:f": "gsm8k,reward.py:f ... no file ... by spaces",
-            "--reward_fn gsm8k,boxed_math": "'gsm8k,boxed_math' ... by spaces",
-            "without reward_fn --remote_rm_url http://a:1,http://b:1": "... by spaces",
-            "--reward_fn reward.py": "FILE.py:FUNCTION ... reward.py:reward",
-            "--reward_fn reward.py:ff": "reward.py ... 'ff' ... did you mean f",
-            "without reward_fn --remote_rm_url host:1": "remote_rm_url ... http://HOST:PORT",
-            "without reward_fn --remote_rm_url http://[::1": "remote_rm_url ... http://[::1 ... "
-            "http://HOST:PORT",
-            "without reward_fn --remote_rm_url ftp://me:hunter2@host": "remote_rm_url ... ***@host",
-        },
+        OPTIONS["rewards"],
     ),
     **contents(
         "train --reward_fn wrong.py:f",
@@ -530,21 +404,7 @@ MACHINE = {
     **lines(
         PREFLIGHT,
         "train",
-        {
-            "--engine_type vllm [no vllm]": "--engine_type ... not installed ... "
-            "install lightrft[vllm]",
-            "--engine_type sglang [no sglang]": "--engine_type ... not installed",
-            "--zero_stage 3 [no deepspeed]": "--zero_stage ... package deepspeed ... --fsdp",
-            "--no_fsdp [no deepspeed]": "--no_fsdp ... lightrft[deepspeed]",
-            "--use_tensorboard [no tensorboard]": "--use_tensorboard ... lightrft[tensorboard]",
-            "--plot_every 1 --log_dir l [no matplotlib]": "--plot_every ... leave plot_every at -1",
-            "--loggers trackio": "--loggers trackio ... pip install trackio",
-            "--lora_rank 8 [no peft]": "--lora_rank ... lightrft[lora]",
-            "--output_dir reward.py/run --ckpt_path c --save_path m": "--output_dir ... "
-            "reward.py is a file",
-            "--output_dir /proc/x": "--output_dir: /proc is no disk\n--ckpt_path\n--save_path",
-            "--pretrain huge": "GB free ... another folder\n--output_dir ... another folder",
-        },
+        OPTIONS["machine"],
     ),
     # The same mistake is found in a worker.
     **lines(
@@ -620,49 +480,12 @@ WITH_TORCH = {
     **lines(
         USAGE,
         "",
-        {
-            "plan --pretrain nowhere": "'nowhere': give a model directory",
-            "doctor --invariance --pretrain /absent/model": "no model directory",
-            "eval": "MODEL ... lightrft eval --help",
-            "eval model --pass_k 9": "pass_k: got [9] ...",
-            "eval model --num_samples -1": "--num_samples",
-            "eval model --n_samples_per_prompt 4": "n_samples_per_prompt ...",
-            "eval model --engine_type vlm": "engine_type ...",
-            "eval nowhere --foo": "foo\nno model directory\n--eval_data is missing\n"
-            "--reward_fn is missing",
-            "eval model --threshold nan": "--threshold ... nan",
-            "plan --pretrain qwen2.5-0.5b --mean_length_share 1.5": "expected a number above 0, at "
-            "most 1: got '1.5'",
-            "data": "data check SOURCE",
-            "data chek x": "data check SOURCE",
-            "data check": "give a file",
-            "data check x.jsonl --inputkey a": "did you mean input_key",
-            "data check x.jsonl --pretrain nowhere": "no model directory",
-            "data check x.jsonl --temperature 1": "temperature",
-            "data check good.jsonl --remote_rm_url 'http://[::1'": "remote_rm_url ... http://[::1",
-            "export nowhere new": "nowhere ... --output_dir",
-            "export recorded new --push_to_hub sums": "got 'sums', expected owner/name",
-            "export recorded new --push_to_hub me/a/b": "got 'me/a/b', expected owner/name",
-            "export recorded new --public": "add --push_to_hub OWNER/NAME",
-            "rows recorded --output rows.jsonl": "required: --for",
-        },
+        OPTIONS["with_torch"],
     ),
     **lines(
         USAGE,
         "rows",
-        {
-            "nothing --for sft --output a.jsonl": "no run at nothing: expected the --output_dir",
-            "unsaved --for sft --output a.jsonl": "unsaved has no rollouts.jsonl: expected a run",
-            "recorded --for dpo --output a.jsonl": "invalid choice: 'dpo'",
-            "recorded --for sft --output a.jsonl --choose all": "rows for sft take right or best",
-            "recorded --for sft --output a.jsonl --choose best --threshold 1": "--threshold has no "
-            "effect on --choose best",
-            "recorded --for sft --output a.jsonl --threshold nan": "expected a finite number",
-            "recorded --for sft --output a.jsonl --max_per_prompt 0": "got '0', expected a number",
-            "recorded --for sft --output no/a.jsonl": "got no/a.jsonl, expected a .jsonl file",
-            "recorded --for sft --output rows.json": "got rows.json, expected a .jsonl file",
-            "recorded --for sft --output good.jsonl": "good.jsonl exists: give a new file",
-        },
+        OPTIONS["with_torch_2"],
     ),
     **contents(
         "config translate grpo.py made",
@@ -698,22 +521,7 @@ PLUG_INS = {
     **lines(
         USAGE,
         "train",
-        {
-            "--policy_loss .py:f": "policy loss ... .py cannot be imported",
-            "--policy_loss losses.py:f,losses.py:g": "no file losses.py:f,losses.py ... by spaces",
-            "--policy_loss losses.py:f,dapo": "policy_loss: got ... by spaces",
-            "--policy_loss json:no_such_name": "json has no 'no_such_name'",
-            "--policy_loss no.such.module:f": "cannot be imported",
-            "--policy_loss no_such_file.py:f": "no_such_file.py cannot be imported: ... no file no",
-            "--policy_loss losses.py:nothing": "losses.py has no 'nothing'",
-            "--policy_loss losses.py:odd_annotation": "policy_loss ... no gradient flows",
-            "--policy_loss losses.py:no_gradient": "no gradient flows",
-            "--policy_loss losses.py:wrong_shape": "fails on an example batch ... has the shape",
-            "--policy_loss losses.py:wrong_arguments": "fails on an example batch",
-            "--advantage_estimator losses.py:g": "losses.py has no 'g'",
-            "--advantage_estimator losses.py:one_number": "it gives float",
-            "--advantage_estimator losses.py:demanding": "needs the option 'strength'",
-        },
+        OPTIONS["plug_ins"],
     ),
     **contents(
         "train --policy_loss l.py:f",
@@ -756,19 +564,7 @@ OPTIONS_OF_STAGES = {
     **lines(
         DATA,
         "",
-        {
-            "sft --max_row_tokens 2": "all 2 rows exceed max_row_tokens = 2",
-            "sft --eval_data odd.jsonl": "odd.jsonl:1",
-            "sft --prompt_data no.jsonl": "no.jsonl does not exist",
-            "sft --train_on assistant": "train_on assistant: rows with prompt",
-            "sft --train_on_regex x": "train_on_regex 'x' matches no token",
-            "reward --prompt_data folder": "folder",
-            "eval model --reward_fn gsm8k --eval_data no.jsonl": "no.jsonl does not exist",
-            "data check x.jsonl": "x.jsonl does not exist",
-            "data check odd.jsonl --stage prefer --pretrain model": "odd.jsonl:1: expected columns "
-            "chosen and rejected",
-            "data check odd.jsonl --stage sft --pretrain model": "1: expected a column messages",
-        },
+        OPTIONS["options_of_stages"],
     ),
     **lines(
         PREFLIGHT,
@@ -782,67 +578,17 @@ OPTIONS_OF_STAGES = {
     **lines(
         USAGE,
         "sft",
-        {
-            "--train_on all_of_it": "train_on: got 'all_of_it', expected",
-            "--sft_loss nll": "sft_loss: got 'nll', expected one of ['token",
-            "--train_on_regex (": "train_on_regex: got '(', expected a regul",
-            "--audit_every 1 --freeze_prefix a": "excludes freeze_prefix: an audit",
-            "--max_epoch 2": "unknown option 'max_epoch'; did you mean",
-            "--train_batch_size 0": "train_batch_size",
-            "--actor_learning_rate nan": "actor_learning_rate",
-            "--seed -1": "seed",
-            "--chat_template no.jinja": "no.jinja",
-            "--best_metric eval/loss --strict": "best_metric",
-            "--prompt_data_probs 0.5 0.5": "prompt_data_probs",
-            "--config no.toml": "no.toml",
-            "--lora_rank 2 --target_modules nothing": "target_modules",
-            "without fsdp --zero_stage 7": "zero_stage",
-            "--pretrain broken": "config.json",
-            "--pretrain scorer": "reward model",
-            "--pretrain pooler": "reward model",
-        },
+        OPTIONS["options_of_stages_2"],
     ),
     **lines(
         USAGE,
         "prefer",
-        {
-            "--eval_data labelled.jsonl": "prompt_data and eval_data",
-            "--preference_loss dop": "(did you mean 'dpo'?)",
-            "--preference_args gamma=1": "preference_args: gamma does nothing",
-            "--preference_weights 1 2": "got 2 for 1 losses",
-            "--preference_args beta=x": "preference_loss dpo: beta: got 'x'",
-            "--preference_loss robust --preference_args label_smoothing=0.5": "preference_loss "
-            "robust fails on an example: label_smoothing must be in [0, 0.5)",
-            "--preference_loss kto": "it needs train_batch_size >= 2, got 1",
-            "--train_on_regex x": "train_on_regex is an option of lightrft",
-            "--sft_loss dft": "sft_loss is an option of lightrft sft, not",
-            "--micro_train_batch_size 3": "train_batch_size must be a multiple of",
-            "--max_epochs 0": "max_epochs",
-            "--freeze_prefix nothing": "freeze_prefix",
-            "--pretrain pooler": "reward model",
-        },
+        OPTIONS["options_of_stages_3"],
     ),
     **lines(
         USAGE,
         "reward",
-        {
-            "--reward_loss dpo": "reward_loss: got 'dpo', expected one of",
-            "--reward_loss mse": "reward_loss mse is of labelled answers",
-            "--reward_loss bce": "reward_loss bce is of labelled answers, and prompt_data holds",
-            "--reward_loss_args tie_width=1": "bradley_terry has no option 'tie_width'",
-            "--reward_loss rao_kupper --reward_loss_args tie_width=0": "rao_kupper cannot be "
-            "called ... tie_width must be positive",
-            "--eval_data labelled.jsonl": "must be of one kind: got labelled",
-            "--actor_learning_rate -1": "actor_learning_rate",
-            "--eval_steps 2 --strict": "eval_steps",
-            "--lora_rank -1": "lora_rank",
-            "--pretrain reward.py": "--pretrain",
-            "--pretrain pooler --reward_heads a b": "is a reward model with pooling",
-            "--reward_heads a b": "need rankings",
-            "--reward_heads one": "must be two different names or more",
-            "--reward_heads one one": "must be two different names or more",
-            "--reward_heads a b --reward_head_weights 1": "reward_head_weights must be one for",
-        },
+        OPTIONS["options_of_stages_4"],
     ),
     **lines(
         USAGE,
@@ -860,14 +606,7 @@ OPTIONS_OF_STAGES = {
     **lines(
         USAGE,
         "data check good.jsonl --pretrain model",
-        {
-            "--stage dpo": "argument --stage: invalid choice: 'dpo'",
-            "--stage prefer --train_on all": "train_on",
-            "--stage sft --reward_fn gsm8k": "not of lightrft data check",
-            "--stage sft --max_row_tokens 1": "max_row_tokens: got 1, expected",
-            "--stage sft --chat_template a.jinja": "a.jinja",
-            "--stage distill --teacher nothing": "--teacher",
-        },
+        OPTIONS["options_of_stages_5"],
     ),
     **lines(
         USAGE,
@@ -895,31 +634,7 @@ OPTIONS_OF_STAGES = {
     **lines(
         USAGE,
         "distill on samples",
-        {
-            "without teacher": "--teacher is missing: give the folder of the model to learn from",
-            "--teacher nothing": "--teacher: no model directory at nothing",
-            "--advantage_estimator rloo": "advantage_estimator: got 'rloo', and distillation has "
-            "no advantage but the teacher's",
-            "--top_k 3": "leave out top_p, top_k, min_p and use_fire",
-            "--top_p 0.9": "teacher needs tokens drawn from the whole distribution",
-            "--use_fire": "teacher needs tokens drawn from the whole distribution",
-            "--dynamic_sampling": "invalid configuration:\n"
-            "dynamic_sampling excludes advantage_estimator zero",
-            "--teacher_coef 0": "teacher_coef: got 0.0, expected > 0",
-            "--teacher_form k3": "k3 as a reward has the expected gradient of",
-            "--teacher_form k1_loss": "k1 as a loss has no expected gradient",
-            "--teacher_form forward_kl_topk": "equal for whatever token was sampled",
-            "--teacher_form forwards": "teacher_form: got 'forwards'",
-            "--train_on all": "train_on is an option of lightrft sft",
-            "--teacher_coeff 2": "unknown option 'teacher_coeff'; did you mean",
-            "without teacher --teachers a": "teachers: got 'a', expected NAME=FOLDER",
-            "without teacher --teachers a=x a=y": "teachers: got two of one name in a, a",
-            "--teachers a=x": "teacher and teachers exclude each other",
-            "without teacher --teachers a=x b=y --teacher_weights 1": "teacher_weights: got 1 "
-            "numbers for 2 teachers",
-            "without teacher --teachers a=x --teacher_weights -1": "teacher_weights: got",
-            "--teacher_prompt_column hint --audit_every 1": "excludes teacher_prompt_column",
-        },
+        OPTIONS["options_of_stages_6"],
     ),
     **lines(
         USAGE,

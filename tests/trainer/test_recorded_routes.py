@@ -116,15 +116,19 @@ class LosesPrompt(ChangingEngine):
         return [values[0][2 * LAYERS * K :], *values[1:]]
 
 
-@pytest.mark.parametrize("kind", [OtherLayers, OtherTokens, OtherWeights, OtherRows])
-def test_experts_of_something_else_are_found(build_world, kind):
-    with pytest.raises(RoutesError, match="others than the trainer's routers choose"):
-        planted(build_world, kind).trainer.make_experience()
+OTHERS = RoutesError, "others than the trainer's routers choose"
+MISSING = MissingRoutesError, r"(no experts of|bytes, expected)"
 
 
-@pytest.mark.parametrize("kind", [LosesLast, LosesPrompt])
-def test_missing_experts_end_the_run(build_world, kind):
-    with pytest.raises(MissingRoutesError, match=r"(no experts of|bytes, expected)"):
+@pytest.mark.parametrize(
+    "kind, error",
+    [
+        *((kind, OTHERS) for kind in (OtherLayers, OtherTokens, OtherWeights, OtherRows)),
+        *((kind, MISSING) for kind in (LosesLast, LosesPrompt)),
+    ],
+)
+def test_experts_of_something_else_and_missing_ones_end_the_run(build_world, kind, error):
+    with pytest.raises(error[0], match=error[1]):
         planted(build_world, kind).trainer.make_experience()
 
 

@@ -137,9 +137,16 @@ def test_calls_of_tools_are_read_and_their_results_shown(stage):
     assert samples.scored[0].reward == 4.0
 
 
-def test_an_episode_without_a_call_has_failed(stage):
-    with pytest.raises(RewardError, match="it ended without a call that was answered"):
-        stage("never_calls").sample()
+@pytest.mark.parametrize(
+    "agent, words",
+    [
+        ("never_calls", "it ended without a call that was answered"),
+        ("tells_its_key", r"ValueError: refused: sk-\.\.\.\n"),
+    ],
+)
+def test_an_episode_without_a_call_has_failed_and_no_error_shows_the_key(stage, agent, words):
+    with pytest.raises(RewardError, match=words):
+        stage(agent).sample()
 
 
 def test_a_failed_agent_ends_the_run_or_is_masked(stage):
@@ -149,11 +156,6 @@ def test_a_failed_agent_ends_the_run_or_is_masked(stage):
     samples = stage("raises", rows=rows, reward_failure="mask").sample()
     assert samples.table.is_masked.tolist() == [True, True, False, False]
     assert samples.table.sampled_lengths[:2].tolist() == [0, 0]
-
-
-def test_an_error_that_quotes_the_key_does_not_show_it(stage):
-    with pytest.raises(RewardError, match=r"ValueError: refused: sk-\.\.\.\n"):
-        stage("tells_its_key").sample()
 
 
 RETURNED = {

@@ -123,15 +123,14 @@ def test_one_process_gives_the_same_step_in_any_layout(folder, alone):
         assert_same_step(folder, planted, expected)
 
 
-@pytest.mark.full
 @pytest.mark.timeout(900)
-def test_two_processes_give_the_step_of_one(folder, alone):
-    for found in run(folder, 2, available(TWO)):
-        assert_same_step(folder, found, alone[0])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_four_processes_give_the_step_of_one(folder, alone):
-    for found in run(folder, 4, available(FOUR)):
+@pytest.mark.parametrize(
+    "count, cells",
+    [
+        pytest.param(2, TWO, marks=pytest.mark.full),
+        pytest.param(4, FOUR, marks=pytest.mark.slow),
+    ],
+)
+def test_several_processes_give_the_step_of_one(folder, alone, count, cells):
+    for found in run(folder, count, available(cells)):
         assert_same_step(folder, found, alone[0])

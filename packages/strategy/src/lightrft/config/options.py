@@ -240,17 +240,13 @@ def coerce(value: object, hint: object) -> object:
     if isinstance(value, str) and str not in kinds and item_hint(kinds) is str:
         return (value,)
     if float in kinds and int not in kinds and is_number(value):
-        return _as_float(value)
+        try:
+            return float(value)
+        except OverflowError:  # a whole number beyond floats; the bounds refuse it
+            return value
     if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
         return int(value)
     return value
-
-
-def _as_float(value: object) -> object:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:  # a whole number beyond floats; the bounds refuse it
-        return value
 
 
 def item_hint(kinds: tuple[object, ...]) -> object:
@@ -327,7 +323,7 @@ def _text_problem(value: object, info: OptionInfo) -> str | None:
     if isinstance(value, Mapping) and any(part is None or part == "" for part in parts):
         return "names with texts, numbers or booleans"
     texts = [part for part in parts if isinstance(part, str)]
-    if any("\0" in text or (not text.isprintable() and _has_surrogate(text)) for text in texts):
+    if re.search("[\0\ud800-\udfff]", "".join(texts)):
         return "a text of UTF-8 characters without NUL"
     if info.path is not None and not all(map(str.strip, texts)):
         return f"the path of a {info.path}"
@@ -346,10 +342,6 @@ def _parts(value: object) -> Iterator[object]:
             yield from _parts(item)
     else:
         yield value
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def short(value: object) -> str:

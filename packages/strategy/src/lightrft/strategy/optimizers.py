@@ -218,10 +218,6 @@ class LearningRatePlan:
         progress = (step - num_warmup) / (length - num_warmup) if step < length else 1.0
         return max(0.0, LR_SCHEDULES[self.name](progress, self.min_lr_ratio))
 
-    def going_on_from(self, former: LearningRatePlan, step: int) -> LearningRatePlan:
-        """Return the plan from `step` on, after `former`."""
-        return replace(self, changed_at=step, gap=former(step) - self._planned(step))
-
 
 class PlannedLR(LambdaLR):
     """A schedule that goes on without a jump if a continued run has another length."""
@@ -248,7 +244,8 @@ class PlannedLR(LambdaLR):
         if replace(former, changed_at=planned.changed_at, gap=planned.gap) == planned:
             return
         step = self.last_epoch
-        self.plan = planned.going_on_from(former, step)
+        gap = former(step) - planned._planned(step)
+        self.plan = replace(planned, changed_at=step, gap=gap)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self.plan(step)
         rates = [self.base_lrs[0] * factor for factor in (former(step), self.plan(step))]

@@ -92,7 +92,10 @@ def launch(module: str, arguments: Sequence[str], *, nproc_per_node: int) -> int
     from lightrft.engines.process_state import replaced_environment
     from lightrft.utils.scratch import scratch_folder
 
-    _silence_agent()
+    # The agent reports a failed worker in a whole page; ours is one line.
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     with scratch_folder() as scratch:
         phases = scratch / "phases"
         phases.mkdir()
@@ -164,13 +167,6 @@ def end_with_launcher() -> None:
     """
     if LAUNCHED_BY_LIGHTRFT in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-
-
-def _silence_agent() -> None:
-    """Silence the agent, which reports a failed worker in a whole page; ours is one line."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def worker_error(failures: dict[int, ProcessFailure], *, phases: Path | None = None) -> WorkerError:

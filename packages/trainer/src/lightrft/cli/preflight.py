@@ -32,7 +32,6 @@ from lightrft.models.weight_files import count_model, cut_files, tensor_shapes
 from lightrft.reporting.files import read_json
 
 _DEVICE = re.compile(r"nvidia\d+\Z")
-_FLOAT_BYTES = 4
 _WITHOUT_ADAPTERS = re.compile("embed|experts|head")
 # Rows on which a reward function is tried.
 NUM_EXAMPLES = 4
@@ -245,10 +244,10 @@ def written_bytes(config: TrainConfig) -> tuple[int, int]:
         for name, shape in shapes.items()
         if len(shape) == 2 and not _WITHOUT_ADAPTERS.search(name)
     )
-    kept = adapters + sum(others) + (0 if config.quantize and adapters else actor)
     trained = (adapters or actor) + sum(others)
-    state_bytes = 2 if config.adam_8bit else 2 * _FLOAT_BYTES if config.fsdp else 3 * _FLOAT_BYTES
-    return _FLOAT_BYTES * kept + state_bytes * trained, _FLOAT_BYTES * (actor + adapters)
+    frozen = actor if adapters and config.quantize is None else 0
+    bytes_each = 6 if config.adam_8bit else 12 if config.fsdp else 16
+    return bytes_each * trained + 4 * frozen, 4 * (actor + adapters)
 
 
 def _shown_bytes(count: float) -> str:

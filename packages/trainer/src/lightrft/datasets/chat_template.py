@@ -74,7 +74,10 @@ class ChatTemplate:
     def apply(self, render: Callable[[Sequence[Message]], str], messages: Sequence[Message]) -> str:
         """Return the text of messages in the form that the template takes; see `in_either_form`."""
         if self._reasoning != REASONING:
-            messages = [_renamed(each, self._reasoning) for each in messages]
+            messages = [
+                {self._reasoning if key == REASONING else key: each[key] for key in each}
+                for each in messages
+            ]
         if any(CALLS in each for each in messages):
             messages = answering(messages, **self._rules_of_ids())
         return in_either_form(render, messages)
@@ -302,7 +305,3 @@ def call_of(call_id: object, name: object, arguments: object) -> Message:
 
 def _function(call: Message) -> Message:
     return cast("Message", call["function"])
-
-
-def _renamed(message: Message, name: str) -> Message:
-    return {name if key == REASONING else key: value for key, value in message.items()}

@@ -146,7 +146,10 @@ class ChatTurns:
         answered = self.template.render(messages[: place + 1], tools)
         if answered.startswith(prompt):
             return prompt, answered
-        bare = [_without(each, REASONING) for each in messages[:place]]
+        bare = [
+            {key: value for key, value in each.items() if key != REASONING}
+            for each in messages[:place]
+        ]
         heads = [self.template.render(bare, tools, asks=True)] if bare != messages[:place] else []
         block = self._closed_block
         if block and prompt.endswith(block):
@@ -277,10 +280,6 @@ def _says_something(message: Message) -> bool:
     content = message["content"]
     says = bool(content.strip()) if isinstance(content, str) else bool(content)
     return says or CALLS in message or REASONING in message
-
-
-def _without(message: Message, name: str) -> Message:
-    return {key: value for key, value in message.items() if key != name}
 
 
 def _thought_in(message: Message) -> str:

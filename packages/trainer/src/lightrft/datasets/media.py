@@ -450,7 +450,13 @@ def with_media(messages: Sequence[Message], columns: Media, row: Row) -> MediaRo
         if value is not None:
             found[kind].append(_read(row, kind, named[kind], value))
         elif left[kind]:
-            _check_index(part, len(columns[kind]) - len(left[kind]), row)
+            place = len(columns[kind]) - len(left[kind])
+            if part.get("index") not in (None, place):
+                raise DataError(
+                    f"{row.location}: a part of type {part['type']!r} has the index "
+                    f"{part['index']}, and is the place of medium {place} of the column: put parts "
+                    "in the order of the column"
+                )
             found[kind].append(left[kind].pop(0))
 
     chat: list[Message] = []
@@ -567,14 +573,6 @@ def _value_of(part: Mapping[str, object], kind: MediumKind, row: Row) -> object:
             f"{', '.join(sorted(names))}; sizes are options of the run (--max_pixels)"
         )
     return {name: value for name, value in fields.items() if name in names} or None
-
-
-def _check_index(part: Mapping[str, object], place: int, row: Row) -> None:
-    if part.get("index") not in (None, place):
-        raise DataError(
-            f"{row.location}: a part of type {part['type']!r} has the index {part['index']}, and "
-            f"is the place of medium {place} of the column: put parts in the order of the column"
-        )
 
 
 def _without_parts(content: Content) -> Content:

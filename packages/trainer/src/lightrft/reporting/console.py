@@ -74,7 +74,7 @@ def step_line(
     fields = [f"step {step:>{digits}}/{num_steps}"]
     has_teacher_alone = "teacher_kl" in metrics and "reward" not in metrics
     shown: tuple[tuple[str, str, int, str], ...] = TEACHER_FIELDS if has_teacher_alone else FIELDS
-    if _speaks_of_loss(metrics):
+    if "loss" in metrics or "eval/loss" in metrics:  # of a stage without rewards
         compares = not {"accuracy", "eval/accuracy"}.isdisjoint(metrics)
         shown = PAIR_FIELDS if compares else LOSS_FIELDS
     for name, label, decimals, unit in shown:
@@ -85,11 +85,6 @@ def step_line(
     while width is not None and len(fields) > 1 and len("  ".join(fields).rstrip()) > width:
         fields.pop(len(shown) if len(fields) > len(shown) else -1)
     return "  ".join(fields).rstrip()
-
-
-def _speaks_of_loss(metrics: Mapping[str, float]) -> bool:
-    """Return whether the metrics are of a stage without rewards."""
-    return "loss" in metrics or "eval/loss" in metrics
 
 
 def fitted(value: float, decimals: int) -> str:
@@ -156,7 +151,8 @@ class RunConsole:
             self._first_step, self._started = step, now - metrics.get("step_seconds", 0.0)
         self._step = step
         if "eval/reward" in metrics or "eval/loss" in metrics or step % self._every == 0:
-            width = shutil.get_terminal_size().columns if self.is_live else None
+            is_live = isinstance(self._screen, TerminalScreen)
+            width = shutil.get_terminal_size().columns if is_live else None
             self._screen.line(
                 step_line(
                     step,
@@ -168,11 +164,6 @@ class RunConsole:
             )
         if self._is_verbose:
             ConsoleLogger(self._screen.line, every=self._every).log(step, metrics)
-
-    @property
-    def is_live(self) -> bool:
-        """Return whether there is a bar."""
-        return isinstance(self._screen, TerminalScreen)
 
     def close(self) -> None:
         """End the bar and the signs of life; lines are still shown."""

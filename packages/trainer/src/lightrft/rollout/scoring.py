@@ -310,17 +310,15 @@ def score_rollouts(
             components |= added.components
             require_finite(rollout, reward)
         if overlong_penalty is not None:
-            penalty = overlong_penalty(_longest_turn(rollout.completion.is_sampled))
+            # Each sampled run between observations has its limit.
+            runs = groupby(rollout.completion.is_sampled)
+            longest = max((sum(1 for _ in run) for flag, run in runs if flag), default=0)
+            penalty = overlong_penalty(longest)
             components["overlong"] = penalty
             if ledger is not None:
                 ledger.of(rollout.sample_id).penalty = penalty
         scored.append(ScoredRollout(rollout, reward + penalty, components, unshaped_reward=reward))
     return scored
-
-
-def _longest_turn(is_sampled: Sequence[bool]) -> int:
-    """Return the length of the longest sampled run between observations; each has its limit."""
-    return max((sum(1 for _ in run) for flag, run in groupby(is_sampled) if flag), default=0)
 
 
 def open_scorer(parts: SourceParts, requests: SampleRequests) -> GroupScorer:

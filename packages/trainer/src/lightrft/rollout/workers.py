@@ -176,7 +176,9 @@ class SharedWorker:
                 hung = self._stuck()
             if hung is not None:
                 return WorkerTimeoutError("its worker was killed"), hung
-            if started.received and now - self._grown > self._longest():
+            with self._lock:
+                longest = max((each.seconds for each in self._asked.values()), default=math.inf)
+            if started.received and now - self._grown > longest:
                 raise ValueError("an answer was begun and not ended")
         return WorkerFailedError("it was closed"), None
 
@@ -191,11 +193,6 @@ class SharedWorker:
                 asked = self._asked.pop(number)
             _give(asked.answer, answer)
         return None
-
-    def _longest(self) -> float:
-        """Return the longest deadline in seconds of the operations in flight."""
-        with self._lock:
-            return max((each.seconds for each in self._asked.values()), default=math.inf)
 
     def _stuck(self) -> int | None:
         """Return the operation whose code runs for too long; 0 if it is unknown."""

@@ -349,9 +349,10 @@ class Loop(Generic[Batch]):
                 strategy.maybe_load_optimizer(trained.optimizer)
                 trained.model.train()
             work = stage.update(batch, step)
+            # Weights that are sent to the engine and verified are checked on their way.
+            sync_verifies = stage.syncs_engine and stage.config.verify_weight_sync
             for trained in models:
-                # Weights that are sent to the engine and verified are checked on their way.
-                if trained is not stage.models.main or not self._sync_verifies:
+                if trained is not stage.models.main or not sync_verifies:
                     strategy.require_finite(trained.model)
                 strategy.maybe_offload_optimizer(trained.optimizer)
         if stage.syncs_engine:
@@ -392,11 +393,6 @@ class Loop(Generic[Batch]):
             self.strategy.update_engine_weights(main.model)
         if before and self._engine_hash and main.name in work.models:
             step.metrics.add_max("weights_changed", float(before != self._engine_hash))
-
-    @property
-    def _sync_verifies(self) -> bool:
-        """Return whether every update is followed by a weight sync that reads all weights."""
-        return self.stage.syncs_engine and self.stage.config.verify_weight_sync
 
     @contextmanager
     def _nothing_kept(self, step: int) -> Iterator[None]:

@@ -29,11 +29,6 @@ _KINDS = {
 }
 
 
-def first_words(error: BaseException) -> str:
-    """Return the first line of the chain's memory error, with its type if it has no text."""
-    return first_line(next((link for link in chain(error) if is_memory_error(link)), error))
-
-
 def memory_report(error: BaseException, phase: str | None, config: TrainConfig | None) -> str:
     """Return the memory that ran out and its phase; with a configuration, the cheapest remedies.
 
@@ -43,7 +38,8 @@ def memory_report(error: BaseException, phase: str | None, config: TrainConfig |
         config: Options of the run.
     """
     where = "in an unknown phase" if phase is None else f"in phase {phase!r}"
-    headline = f"out of memory {where}: {first_words(error)}{_peak(error)}"
+    first = next((link for link in chain(error) if is_memory_error(link)), error)
+    headline = f"out of memory {where}: {first_line(first)}{_peak(error)}"
     if config is None:
         return headline
     listed = remedies(_KINDS.get(phase or "", "train"), config)[:NUM_REMEDIES]

@@ -132,11 +132,6 @@ class _Progress:
     def num_rows(self) -> int:
         return self.row_ids.numel()
 
-    @property
-    def dead_share(self) -> float:
-        """Share of finished rows among those still in the batch."""
-        return 1 - self.num_alive / self.num_rows
-
     def record(
         self, stops: torch.Tensor | None, num_tokens: int
     ) -> tuple[torch.Tensor, list[int], list[bool]] | None:
@@ -253,7 +248,8 @@ def decode(
             yield [EndedRow(*values) for values in zip(*columns, strict=True)]
             if progress.num_alive == 0:
                 return
-            if forward.can_drop_rows and progress.dead_share >= _DROP_SHARE:
+            dead_share = 1 - progress.num_alive / progress.num_rows
+            if forward.can_drop_rows and dead_share >= _DROP_SHARE:
                 alive = progress.drop_finished()
                 forward.keep(alive)
                 tokens, numbers = tokens[alive], numbers[:, alive]

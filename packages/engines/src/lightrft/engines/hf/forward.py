@@ -79,10 +79,6 @@ class ModelTraits:
             and not (self.family and (self.family.takes_types or self.family.attends_to_images))
         )
 
-    def last_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the logits of the next token: [rows, tokens, vocab] -> [rows, vocab]."""
-        return self.sampled(logits[:, -1])
-
     def sampled(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits [rows, vocab] without padding, with -inf at forbidden tokens."""
         logits = logits[:, : self.num_tokens]
@@ -248,7 +244,7 @@ class CachedForward(ABC):
                 raise self._missing_cache()
             self._cache = caches[0]
         self._note_routes(input_ids)
-        return self._traits.last_logits(output.logits)
+        return self._traits.sampled(output.logits[:, -1])
 
     def _missing_cache(self) -> MissingCacheError:
         return MissingCacheError(

@@ -110,11 +110,6 @@ class LayerGradients(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
 
-    @property
-    def are_needed(self) -> bool:
-        """Return whether any gradient is needed."""
-        return any(gradient is not None for gradient in self)
-
 
 @dataclass(frozen=True, slots=True)
 class Block:

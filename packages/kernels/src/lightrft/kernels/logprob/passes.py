@@ -28,7 +28,8 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     if left.is_cuda and {left.dtype, right.dtype} == {torch.bfloat16, torch.float32}:
         return split_product(left, right)
-    dtype = _wide_dtype(left, right)
+    is_double = torch.float64 in (left.dtype, right.dtype)
+    dtype = torch.float64 if is_double else torch.float32
     left, right = left.to(dtype), right.to(dtype)
     if dtype == torch.float64 or not may_round_operands(left.device):
         return left @ right
@@ -124,10 +125,6 @@ def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _runs_on_tensor_cores(left: Tensor, right: Tensor) -> bool:
     return left.is_cuda and left.dtype == right.dtype == torch.bfloat16
-
-
-def _wide_dtype(left: Tensor, right: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (left.dtype, right.dtype) else torch.float32
 
 
 # As the largest logit of a row, it makes all probabilities 0, and its cube is finite.

@@ -379,7 +379,7 @@ def _add_chunks(
                 keeps_logits=options.entropy == "grad" or layer.transform.softcap is not None,
             )
         grad_rows = _rows_with_loss(totals, kept, targets, rows, options)
-        if totals.gradients.are_needed:
+        if any(each is not None for each in totals.gradients):
             kept.add_gradients(totals.gradients, grad_rows, rows)
 
 

@@ -172,7 +172,7 @@ class _OpenBucket:
         """Append a part of a tensor."""
         largest = max(stop - start for start, stop in ranges)
         self.segments.append(Segment(spec.name, spec.shape, spec.dtype, ranges, self.filled_bytes))
-        self.filled_bytes += _round_up(largest * spec.dtype.itemsize, alignment)
+        self.filled_bytes += -(-largest * spec.dtype.itemsize // alignment) * alignment
 
     def close(self) -> Bucket:
         return Bucket(
@@ -254,10 +254,6 @@ def _part(spec: TensorSpec, first: int, last: int) -> tuple[FlatRange, ...]:
         (start + (stop - start) * first // largest, start + (stop - start) * last // largest)
         for start, stop in spec.shards
     )
-
-
-def _round_up(num_bytes: int, alignment: int) -> int:
-    return -(-num_bytes // alignment) * alignment
 
 
 def _validate(specs: Sequence[TensorSpec], bucket_bytes: int, alignment: int) -> None:

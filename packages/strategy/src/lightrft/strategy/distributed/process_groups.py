@@ -135,11 +135,6 @@ def leave_side() -> None:
     _STORES.clear()
 
 
-def backend_for_machine() -> str:
-    """Return gloo for CPU tensors, and NCCL for CUDA tensors if there is a GPU."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
 def resolve_local_rank(configured: int, num_gpu_per_node: int) -> int:
     """Return the index of this process' device on its node.
 
@@ -218,7 +213,7 @@ def start_process_group(timeout: timedelta | None) -> bool:
     allow_open_files(launch.world_size)
     with ended_by_signals():
         dist.init_process_group(
-            backend=backend_for_machine(),
+            backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
             store=_fresh_store(launch, timeout or DEFAULT_TIMEOUT),
             rank=launch.rank,
             world_size=launch.world_size,

@@ -97,11 +97,6 @@ class Episode(Transcript):
         return self.last.output_token_ids if self.is_cut and self.last is not None else ()
 
     @property
-    def is_unanswered(self) -> bool:
-        """Return whether the last turn is complete, and not yet parsed for calls."""
-        return self.is_open and not self.is_cut and len(self.answers) < self.num_turns
-
-    @property
     def is_answered(self) -> bool:
         """Return whether the calls of the last turn are answered and not yet appended."""
         is_so = self.is_open and 0 < self.num_turns == len(self.answers)

@@ -185,7 +185,10 @@ class OpenEpisodes:
         waiting = [e for e in batch.episodes if e.work is None]
         away = [e for e in waiting if e.segments and e.generation < 0]
         batch.each(away, self._bring_back)
-        unanswered = [e for e in waiting if e.is_unanswered]
+        # Their last turns are complete, and not yet parsed for calls.
+        unanswered = [
+            e for e in waiting if e.is_open and not e.is_cut and len(e.answers) < e.num_turns
+        ]
         for episode in unanswered:
             batch.parse_turn(episode)
         batch.each(unanswered, batch.after_turn)

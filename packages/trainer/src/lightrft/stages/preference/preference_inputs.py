@@ -83,10 +83,8 @@ class PreferenceInputs(RowInputs[Preference, KnownPreferences]):
         """Prove that model and reference score alike; read or store the reference's sums."""
         objective = cast("PreferenceObjective", stage.objective)
         if (path := stored_path(stage.config)) is not None:
-            stored = self._store(path, stage, objective)
-            stage.objective = objective = objective.with_stored(
-                stored, self.data.rows, self.held_out
-            )
+            stored = self._store(path, stage, objective).by_item(self.data.rows, self.held_out)
+            stage.objective = objective = replace(objective, reference=None, stored=stored)
         objective.prove_equal_start(stage.data, stage.passes)
 
     def _store(

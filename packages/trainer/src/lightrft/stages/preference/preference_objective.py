@@ -22,7 +22,7 @@ from lightrft.models.lora import LoraActor
 from lightrft.stages.metrics import StepMetrics
 from lightrft.stages.observer import Facts
 from lightrft.stages.preference.preference_loss import PreferenceLoss
-from lightrft.stages.preference.stored_reference import StoredReference, Sums
+from lightrft.stages.preference.stored_reference import Sums
 from lightrft.stages.rows.row_objective import LossShare, RowBatch, RowObjective
 from lightrft.stages.rows.row_passes import MicroBatch, RowPart, RowPasses, shared_part
 from lightrft.strategy.backend import inner_module
@@ -98,12 +98,6 @@ class PreferenceObjective(RowObjective[Preference, KnownPreferences]):
     def frozen(self) -> Sequence[nn.Module]:
         """Reference, if it is a separate model."""
         return () if self.reference is None else (self.reference,)
-
-    def with_stored(
-        self, stored: StoredReference, trained: Sequence[Preference], held_out: Sequence[Preference]
-    ) -> PreferenceObjective:
-        """Return the objective with the reference's sums of a file."""
-        return replace(self, reference=None, stored=stored.by_item(trained, held_out))
 
     def measure(self, part: RowPart[Preference], number: int = 0) -> KnownPreferences:
         """Compute the values of the whole step, in forward passes without gradient."""

@@ -198,7 +198,9 @@ def high_entropy(entropy: Pair, mask: Tensor, draw: Draw, config: AlgorithmOptio
     """Return the tokens of highest entropy in the batch or in each row: [rows, seq] bool."""
     ratio = config.high_entropy_token_ratio
     if config.high_entropy_scope == "batch":
-        above = entropy.map(lambda each: each - _quantile(each[mask], 1 - ratio))
+        if not mask.any():
+            return mask
+        above = entropy.map(lambda each: each - each[mask].quantile(1 - ratio))
         return mask & draw.at_least(above, 0.0)
     kept = torch.zeros_like(mask)
     for row, is_token in enumerate(mask):
@@ -206,7 +208,3 @@ def high_entropy(entropy: Pair, mask: Tensor, draw: Draw, config: AlgorithmOptio
         count = max(min(1, len(places)), math.floor(len(places) * ratio + 1e-9))
         kept[row, places[draw.highest(entropy.at((row, places)), count)]] = True
     return kept
-
-
-def _quantile(values: Tensor, share: float) -> float:
-    return float(torch.quantile(values, share)) if len(values) else 0.0

@@ -104,7 +104,10 @@ def _host_checks() -> list[Check]:
             check_memory,
         ),
         Check(
-            "disk", ">= 20 GB free here", "go to a larger disk, or give --output_dir", check_disk
+            "disk",
+            ">= 20 GB free here",
+            "go to a larger disk, or give --output_dir",
+            lambda: free_space(Path.cwd(), MIN_DISK),
         ),
         Check(
             "temporary folder", "can be written", "set TMPDIR to a folder of yours", check_temporary
@@ -247,11 +250,6 @@ def check_shared_memory() -> CheckResult:
     """Check shared memory, through which NCCL and data loaders exchange data."""
     path = Path("/dev/shm")
     return free_space(path, MIN_SHARED_MEMORY) if path.is_dir() else unchecked(f"no {path}")
-
-
-def check_disk() -> CheckResult:
-    """Check the disk to which runs are written by default."""
-    return free_space(Path.cwd(), MIN_DISK)
 
 
 def check_memory(limits: Path = Path("/sys/fs/cgroup/memory.max")) -> CheckResult:

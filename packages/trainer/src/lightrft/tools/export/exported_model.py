@@ -193,16 +193,14 @@ def _trained_parts(adapters: Path, start: object) -> tuple[str, ...]:
         start: Folder of those that the run started from; None is new ones, whose B is 0.
     """
     trained = load_file(adapters) if adapters.is_file() else {}
-    first = Path(str(start)) / WEIGHTS_FILE
-    if start is None and trained:
-        parts = [name.removeprefix(PREFIX) for name in trained if ".lora_" not in name]
-        is_changed = any(value.any() for name, value in trained.items() if FACTORS[1] in name)
-    else:
-        parts = []
-        at_first = load_file(first) if first.is_file() else {}
-        floats = {name: value.float() for name, value in at_first.items()}
-        is_changed = not floats or bool(differing_tensors(trained, floats))
-    return ("",) if is_changed else tuple(parts)
+    first = {name: 0 * value for name, value in trained.items() if FACTORS[1] in name}
+    if start is not None:
+        file = Path(str(start)) / WEIGHTS_FILE
+        first = load_file(file) if file.is_file() else {}
+    if not first or any(not torch.equal(trained[n], value.float()) for n, value in first.items()):
+        return ("",)
+    others = [name for name in trained if name not in first and FACTORS[0] not in name]
+    return tuple(name.removeprefix(PREFIX) for name in others)
 
 
 def _require_trained(target: Path, base_model: str | None, parts: tuple[str, ...]) -> None:
@@ -213,12 +211,16 @@ def _require_trained(target: Path, base_model: str | None, parts: tuple[str, ...
         base_model: Path or hub id of the model that the run started from, or None.
         parts: See `_trained_parts`.
     """
-    dtype, differing, has_base = _dtype_name(target), [*parts], False
-    if base_model is not None and Path(base_model).is_dir():
-        has_base = is_reward_model(base_model) or not is_reward_model(str(target))
-    if base_model is not None and has_base:
-        exported = load_exported(target, dtype).state_dict()
-        differing = differing_tensors(exported, load_exported(base_model, dtype).state_dict())
+    differing = [*parts]
+    # A head of scores is new on another model.
+    if (
+        base_model is not None
+        and Path(base_model).is_dir()
+        and (is_reward_model(base_model) or not is_reward_model(str(target)))
+    ):
+        dtype = _dtype_name(target)
+        states = (load_exported(each, dtype).state_dict() for each in (target, base_model))
+        differing = differing_tensors(*states)
     if not any(name.endswith(parts) for name in differing):
         raise ExportError(
             f"the final model is that with which the run started ({base_model}): nothing was "

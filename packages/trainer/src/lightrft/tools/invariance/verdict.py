@@ -42,11 +42,6 @@ class CompileVerdict:
     tokens: int = 0
     problem: str = ""
 
-    @property
-    def is_faster(self) -> bool:
-        """Return whether a run would gain, and compute the same."""
-        return not self.problem and self.eager_seconds >= MIN_GAIN * self.compiled_seconds > 0
-
     def __str__(self) -> str:
         if self.problem:
             return self.problem
@@ -67,7 +62,12 @@ def say_verdict(config: TrainConfig, strategy: StrategyBase) -> TrainConfig:
     verdicts = dict(known_verdicts(str(config.pretrain)))
     chosen = config.compile_backend
     if chosen is None:
-        faster = {name: each for name, each in verdicts.items() if each.is_faster}
+        # A run would gain, and compute the same.
+        faster = {
+            name: each
+            for name, each in verdicts.items()
+            if not each.problem and each.eager_seconds >= MIN_GAIN * each.compiled_seconds > 0
+        }
         for name in sorted(faster, key=lambda name: faster[name].compiled_seconds)[:1]:
             strategy.print(f"--compile_backend {name} was tried here: {faster[name]}")
     elif chosen in verdicts and verdicts[chosen].problem:

@@ -124,7 +124,10 @@ def _candidates(setup: Setup) -> Iterator[Advice]:
         sizes += [
             tp
             for tp in (2, 4, 8)
-            if configured < tp <= setup.ranks_per_node and _divides(tp, setup)
+            if configured < tp <= setup.ranks_per_node
+            # vLLM cuts the model and the world into these parts.
+            and setup.actor_size.num_heads % tp == 0
+            and setup.world_size % tp == 0
         ]
     for changes, tp in product(_combinations(setup), sizes):
         wanted = changes if tp == configured else {**changes, "engine_tp_size": tp}
@@ -138,11 +141,6 @@ def _candidates(setup: Setup) -> Iterator[Advice]:
             more = {"engine_mem_util": share}
             config = changed.config.replaced(more)
             yield Advice({**wanted, **more}, plan_memory(replace(changed, config=config)))
-
-
-def _divides(tp: int, setup: Setup) -> bool:
-    """Return whether vLLM can cut the model and the world into `tp` parts."""
-    return setup.actor_size.num_heads % tp == 0 and setup.world_size % tp == 0
 
 
 def _changed(setup: Setup, changes: Mapping[str, object]) -> Setup | None:

@@ -112,7 +112,7 @@ def engine_room(setup: Setup) -> EngineRoom | None:
         token_bytes=setup.cache_bytes / tp,
         state_bytes=setup.state_bytes / tp,
         longest_tokens=setup.row_tokens,
-        mean_tokens=setup.mean_row_tokens,
+        mean_tokens=min(setup.row_tokens, config.prompt_max_len + setup.mean_tokens),
         num_rows=setup.samples_per_rank * tp,
     )
 

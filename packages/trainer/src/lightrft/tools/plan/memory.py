@@ -185,11 +185,6 @@ def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[MemoryTe
     yield MemoryTerm("tower: activations of a layer", tower_bytes(setup, one, num_rows))
 
 
-def train_peak(setup: Setup, model: Model) -> list[MemoryTerm]:
-    """Return the addition of an update to `resting`, at its largest moment."""
-    return max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
-
-
 def moments(setup: Setup, model: Model) -> Iterator[list[MemoryTerm]]:
     """Yield the addition of an update to `resting` at each moment that may be its largest."""
     rows, c = setup.config.micro_train_batch_size, setup.compute_bytes
@@ -381,7 +376,8 @@ def tower_bytes(setup: Setup, model: Model, num_rows: int) -> float:
         return 0.0
     layer, is_kept = vision.layer_patch_bytes(c), model.trained > 0 and not setup.freezes_tower
     kept = vision.num_layers * (c * vision.hidden if model.checkpoints else layer)
-    kept += vision.end_patch_bytes(c)
+    # What is kept before the first layer and after the last one.
+    kept += c * (vision.patch_numbers + 3 * vision.hidden)
     transient = layer if model.checkpoints or not is_kept else 0.0
     return setup.num_patches(num_rows) * ((kept if is_kept else 0.0) + transient)
 
@@ -824,7 +820,12 @@ def _scoring(setup: Setup, rows: int) -> list[MemoryTerm]:
 def _training(setup: Setup) -> list[MemoryTerm]:
     """Return the larger of actor and critic: they take turns, and gradients are gone after each."""
     models = [setup.actor] if setup.critic is None else [setup.actor, setup.critic]
-    return max((train_peak(setup, model) for model in models), key=rank_bytes)
+    # What an update adds to `resting`, at its largest moment.
+    peaks = (
+        max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
+        for model in models
+    )
+    return max(peaks, key=rank_bytes)
 
 
 def _saving(setup: Setup) -> Iterator[MemoryTerm]:

@@ -246,11 +246,6 @@ class Setup:
         """Tokens of an average response."""
         return self.mean_length_share * self.config.max_response_tokens
 
-    @property
-    def mean_row_tokens(self) -> float:
-        """Tokens of prompt and response of an average sample."""
-        return min(self.row_tokens, self.config.prompt_max_len + self.mean_tokens)
-
     def num_patches(self, num_rows: int) -> int:
         """Count the patches of `num_rows` rows whose prompts are images from end to end."""
         vision = self.actor_size.vision

@@ -184,10 +184,6 @@ class VisionSize:
             kept += 2 * WIDE * self.hidden  # these norms widen what they keep
         return kept + compute_bytes * self.num_kept * self.intermediate
 
-    def end_patch_bytes(self, compute_bytes: int) -> float:
-        """Return bytes that are kept of a patch before the first layer and after the last one."""
-        return compute_bytes * (self.patch_numbers + 3 * self.hidden)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
@@ -290,11 +286,8 @@ class ModelSize:
         """Numbers of one layer; of an average one if they were counted."""
         if self.measured is not None:
             return self.measured.layers // self.num_layers
-        return self._attention_parameters + self.num_experts * self._expert_parameters
-
-    @property
-    def _expert_parameters(self) -> int:
-        return 3 * self.hidden * self.intermediate + (self.hidden if self.num_experts > 1 else 0)
+        expert = 3 * self.hidden * self.intermediate + (self.hidden if self.num_experts > 1 else 0)
+        return self._attention_parameters + self.num_experts * expert
 
     @property
     def _attention_parameters(self) -> int:
@@ -302,11 +295,6 @@ class ModelSize:
         biases = self.q_width + 2 * self.kv_width if self.has_qkv_bias else 0
         norms = 2 * self.hidden + (2 * self.head_dim if self.has_qk_norm else 0)
         return matrices + biases + norms
-
-    @property
-    def root_parameters(self) -> int:
-        """Numbers outside of the layers."""
-        return self.embedding_parameters * (1 if self.is_tied else 2) + self.hidden
 
     @property
     def tower_parameters(self) -> int:
@@ -318,8 +306,8 @@ class ModelSize:
         """Numbers of the whole model."""
         if self.measured is not None:
             return self.measured.parameters
-        text = self.root_parameters + self.num_layers * self.layer_parameters
-        return text + self.tower_parameters
+        ends = self.embedding_parameters * (1 if self.is_tied else 2) + self.hidden
+        return ends + self.num_layers * self.layer_parameters + self.tower_parameters
 
     def adapter_parameters(self, rank: int, *, on_tower: bool = True) -> int:
         """Count the numbers of adapters on all linear layers, with the tower unless it is frozen.

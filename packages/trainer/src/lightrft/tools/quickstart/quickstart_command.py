@@ -252,7 +252,8 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 
     def on_step(step: int, loss: float) -> None:
         report_progress("steps", step, 0 if step == num_steps else num_steps)
-        show_loss(step, loss)
+        if step % 100 == 0:
+            print(f"  imitation step {step:>4}  loss {loss:.4f}", flush=True)
 
     imitate(student, task, on_step, num_steps=num_steps, seed=seed)
     student.save(directory / "warm_start", sample="".join(task.whole_tokens) + END)
@@ -261,12 +262,6 @@ def prepare(recipe: Recipe, directory: Path) -> None:
 def show(lines: Sequence[str]) -> None:
     """Print lines below a heading."""
     print("\n".join(f"  {line}" for line in lines), flush=True)
-
-
-def show_loss(step: int, loss: float) -> None:
-    """Print a line for every hundredth step of imitation."""
-    if step % 100 == 0:
-        print(f"  imitation step {step:>4}  loss {loss:.4f}", flush=True)
 
 
 def reinforce(recipe: Recipe, directory: Path) -> RunSummary:

@@ -179,9 +179,18 @@ def read_tests(label: str) -> CodeTests:
     if all(isinstance(test, str) and test.strip() for test in tests):
         asserts = tuple(cast("list[str]", tests))
         for test in asserts:
-            _require_statement(test)
+            try:
+                compile(test, "test", "exec")
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
+                kind = type(err).__name__
+                raise ValueError(f"a test is no Python: {kind} in {test[:60]!r}") from None
         return CodeTests(asserts=asserts)
-    if all(isinstance(test, dict) and _is_pair(test) for test in tests):
+    if all(
+        isinstance(test, dict)
+        and isinstance(test.get("input"), str)
+        and isinstance(test.get("output"), str)
+        for test in tests
+    ):
         return CodeTests(pairs=tuple((test["input"], test["output"]) for test in tests))
     raise ValueError("every test must be a statement, or each an object of texts input and output")
 
@@ -287,14 +296,3 @@ def _lines(text: str) -> list[str]:
 
 def _encoded(text: str) -> bytes:
     return text.encode(errors="replace")
-
-
-def _is_pair(test: dict[str, object]) -> bool:
-    return isinstance(test.get("input"), str) and isinstance(test.get("output"), str)
-
-
-def _require_statement(test: str) -> None:
-    try:
-        compile(test, "test", "exec")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-        raise ValueError(f"a test is no Python: {type(err).__name__} in {test[:60]!r}") from None

@@ -89,7 +89,7 @@ class RemoteReward:
             return []
         request = {
             **{
-                name: [*map(_sendable, values)]
+                name: [e.data_addresses() if isinstance(e, Media) else e for e in values]
                 for name, values in columns.items()
                 if name != ENVIRONMENTS
             },
@@ -235,8 +235,3 @@ def _described(values: object) -> str:
     wrong = [x for x in values if not is_number(x)]
     first = f", the first {type(wrong[0]).__name__}" if wrong else ""
     return f"a list of {len(values)} with {len(wrong)} that are no numbers{first}"
-
-
-def _sendable(value: object) -> object:
-    """Return a value of a column for JSON; media become data addresses."""
-    return value.data_addresses() if isinstance(value, Media) else value

@@ -163,7 +163,8 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
                     f"{path}: the run measured no rewards, and rows are chosen by rewards: give "
                     "the run some, such as --reward_fn"
                 )
-            prompt, response = read.prompt_hash, _hash(read.response_ids)
+            response_ids = np.array(read.response_ids, dtype=np.int64).tobytes()
+            prompt, response = read.prompt_hash, hashlib.sha256(response_ids).digest()
             excluded = _excluded(read, holds_answers=holds_answers)
             if not excluded and (prompt, response) in seen:
                 excluded = "duplicate"
@@ -183,10 +184,6 @@ def read_samples(path: Path, *, holds_answers: bool) -> tuple[list[Sample], str]
     except FileError as error:
         raise DataError(str(error)) from error
     return samples, digest.hexdigest()
-
-
-def _hash(token_ids: tuple[int, ...]) -> bytes:
-    return hashlib.sha256(np.array(token_ids, dtype=np.int64).tobytes()).digest()
 
 
 def _excluded(read: RecordedRollout, *, holds_answers: bool) -> str:

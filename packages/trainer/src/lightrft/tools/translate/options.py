@@ -331,4 +331,5 @@ def _has_messages(script: Script, source: str) -> bool:
     first = next(iter(scan_rows(source)), None) if local_files(source, "train") else None
     if isinstance(first, Row):
         return isinstance(first.columns.get("prompt"), list)
-    return script.reads_messages
+    # A reward that reads contents of messages: then prompts are chats.
+    return any(text in script.reward_source for text in ("['content']", ".get('content'"))

@@ -54,11 +54,6 @@ class Script:
     rewards: tuple[str, ...] = ()
     reward_source: str = ""
 
-    @property
-    def reads_messages(self) -> bool:
-        """Return whether a reward reads contents of messages: then prompts are chats."""
-        return any(text in self.reward_source for text in ("['content']", ".get('content'"))
-
 
 def read_script(path: Path) -> Script:
     """Read the training script at a path.
