@@ -144,14 +144,14 @@ def test_a_run_writes_what_its_start_expects_and_is_not_exported_if_it_learned_n
     tmp_path, models, rank, bits
 ):
     rows = write(tmp_path / "rows.jsonl", [{"text": "say a"}] * 4)
-    changes = {"fsdp": True, "actor_learning_rate": 0.0, "max_epochs": 1, "lora_rank": rank}
+    changes = {"fsdp": True, "actor_learning_rate": 0.0, "lora_rank": rank}
     options = row_options(models / "0", rows, tmp_path / "run", quantize=bits)
     train({"stage": "sft", **options, **changes})
     expected = written_bytes(TrainConfig(**options | changes))
     for place, num_bytes in zip(("checkpoints", "model"), expected, strict=True):
         files = [*(tmp_path / "run" / place).rglob("*.safetensors")]
         # Besides numbers there are headers and states of generators.
-        assert num_bytes <= sum(file.stat().st_size for file in files) < num_bytes + 45_000
+        assert 0 <= sum(file.stat().st_size for file in files) - num_bytes < 45_000
     assert export(tmp_path / "run", tmp_path / "out") == 8
 
 

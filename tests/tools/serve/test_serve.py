@@ -166,7 +166,7 @@ def test_the_advice_about_a_missing_template_can_be_followed(model, tmp_path):
     options = build_parser().parse_args([str(folder), "--chat_template", str(template)])
     path, config = served(folder, None, options.chat_template)
     with Service(path, config, port=0, key=None) as texts:
-        assert "<|im_start|>" in texts.model.chat.chat_ids.render(TALK)
+        assert "<|user|>" in texts.model.chat.chat_ids.render(TALK, ())
 
 
 def test_what_is_served(model, tmp_path):

@@ -199,8 +199,8 @@ def _trained_parts(adapters: Path, start: object) -> tuple[str, ...]:
         first = load_file(file) if file.is_file() else {}
     if not first or any(not torch.equal(trained[n], value.float()) for n, value in first.items()):
         return ("",)
-    others = [name for name in trained if name not in first and FACTORS[0] not in name]
-    return tuple(name.removeprefix(PREFIX) for name in others)
+    others = trained.keys() - first.keys()
+    return tuple(name.removeprefix(PREFIX) for name in others if FACTORS[0] not in name)
 
 
 def _require_trained(target: Path, base_model: str | None, parts: tuple[str, ...]) -> None:
@@ -218,9 +218,8 @@ def _require_trained(target: Path, base_model: str | None, parts: tuple[str, ...
         and Path(base_model).is_dir()
         and (is_reward_model(base_model) or not is_reward_model(str(target)))
     ):
-        dtype = _dtype_name(target)
-        states = (load_exported(each, dtype).state_dict() for each in (target, base_model))
-        differing = differing_tensors(*states)
+        models = (load_exported(each, _dtype_name(target)) for each in (target, base_model))
+        differing = differing_tensors(*(each.state_dict() for each in models))
     if not any(name.endswith(parts) for name in differing):
         raise ExportError(
             f"the final model is that with which the run started ({base_model}): nothing was "

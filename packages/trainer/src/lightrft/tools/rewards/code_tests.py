@@ -182,8 +182,9 @@ def read_tests(label: str) -> CodeTests:
             try:
                 compile(test, "test", "exec")
             except (SyntaxError, ValueError, RecursionError, MemoryError) as err:
-                kind = type(err).__name__
-                raise ValueError(f"a test is no Python: {kind} in {test[:60]!r}") from None
+                raise ValueError(
+                    f"a test is no Python: {type(err).__name__} in {test[:60]!r}"
+                ) from None
         return CodeTests(asserts=asserts)
     if all(
         isinstance(test, dict)
