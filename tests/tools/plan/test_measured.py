@@ -87,7 +87,7 @@ def test_a_model_without_attention_is_refused_with_what_to_do(model_type, tmp_pa
     with pytest.raises(ConfigError, match=r"num_attention_heads.*--max_steps 1 says what each"):
         planned(tmp_path, config)
     keep_verdict(str(tmp_path), "inductor", CompileVerdict(0.3, 0.2, 2048))
-    assert dict(known_verdicts(str(tmp_path))) == {}
+    assert not [*known_verdicts(str(tmp_path))]
 
 
 def test_a_model_that_cannot_be_counted_is_planned_by_formulas_and_says_why(tmp_path, caplog):
