@@ -80,7 +80,7 @@ def test_the_states_of_a_large_model_are_151_megabytes_a_row(tmp_path):
     assert room.rows == min(8, rest)
 
 
-@pytest.mark.parametrize("model_type", ["mamba", "mamba2", "rwkv"])
+@pytest.mark.parametrize("model_type", ["mamba", "rwkv"])
 def test_a_model_without_attention_is_refused_with_what_to_do(model_type, tmp_path):
     # Verdicts about compiling are named by sizes.
     config = types.tiny_config(model_type)

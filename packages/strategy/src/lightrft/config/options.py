@@ -6,6 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field
 from functools import partial
 from pathlib import PurePath
@@ -240,10 +241,8 @@ def coerce(value: object, hint: object) -> object:
     if isinstance(value, str) and str not in kinds and item_hint(kinds) is str:
         return (value,)
     if float in kinds and int not in kinds and is_number(value):
-        try:
+        with suppress(OverflowError):  # a whole number beyond floats; the bounds refuse it
             return float(value)
-        except OverflowError:  # a whole number beyond floats; the bounds refuse it
-            return value
     if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
         return int(value)
     return value

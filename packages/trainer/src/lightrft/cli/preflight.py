@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightrft.config import (
+    BuildOptions,
     ConfigError,
     MonitoringOptions,
     PromptDataOptions,
@@ -199,8 +200,8 @@ def port_problems(num_processes: int) -> list[str]:
 
 def disk_problems(config: TrainConfig) -> list[str]:
     """Return problems of run folders: not writable, or too small for checkpoint and model."""
-    size = sum(map(count_model, _models(config)))
-    checkpoint_bytes, model_bytes = written_bytes(config)
+    sizes = [*map(count_model, _models(config))]
+    checkpoint_bytes, model_bytes = written_bytes(config, sizes)
     num_checkpoints = 1 + (config.save_steps > 0)  # the old one is deleted after the new one
     needs = (
         ("output_dir", Path(config.output_dir), 0),
@@ -225,19 +226,19 @@ def disk_problems(config: TrainConfig) -> list[str]:
             flag = name if getattr(config, name) is not None else "output_dir"
             problems.append(
                 f"--{flag}: {existing} has {_shown_bytes(free)} free, the run needs about "
-                f"{_shown_bytes(num_bytes)} there for {size:,} parameters: free some or give "
+                f"{_shown_bytes(num_bytes)} there for {sum(sizes):,} parameters: free some or give "
                 "another folder"
             )
     return problems
 
 
-def written_bytes(config: TrainConfig) -> tuple[int, int]:
+def written_bytes(config: BuildOptions, sizes: Sequence[int]) -> tuple[int, int]:
     """Return the bytes of a checkpoint and of the final model in float32.
 
     A checkpoint holds all weights except those of 4 bits, and of the trained ones Adam's two
     moments; DeepSpeed keeps these weights twice.
     """
-    actor, *others = map(count_model, _models(config))
+    actor, *others = sizes
     shapes = tensor_shapes(str(config.pretrain)) if config.lora_rank else {}
     adapters = config.lora_rank * sum(
         sum(shape)

@@ -49,7 +49,6 @@ from lightrft.models.types import LayoutRefusedError
 from lightrft.strategy.backend import inner_module
 from lightrft.strategy.checkpoints.gathered_model import BASE_LAYER
 from lightrft.strategy.distributed.process_end import PeerFailedError
-from lightrft.strategy.nf4 import is_product
 from lightrft.strategy.weight_sync.parameter_source import reshard_modules, tied_parameter_names
 
 if TYPE_CHECKING:
@@ -193,6 +192,9 @@ class Proof:
 
         Numbers in names of layers are `*`; targets are last names.
         """
+        # Imported here: models without adapters need no layers of 4 bits.
+        from lightrft.strategy.nf4 import is_product
+
         trunk, called, names = self.inner.language_model, set[str](), set[str]()
         with ExitStack() as stack:
             for name, module in trunk.named_modules():

@@ -87,8 +87,8 @@ def export_model(run: Path, directory: Path) -> str:
         ) from error
     try:
         what, difference = _write_and_compare(source_path, partial, _prompt(run))
-        adapters = source_path / "adapter" / WEIGHTS_FILE
-        _require_trained(partial, base_model, _trained_parts(adapters, options.get("lora_path")))
+        parts = _trained_parts(source_path / "adapter" / WEIGHTS_FILE, options.get("lora_path"))
+        _require_trained(partial, base_model, parts)
         card = model_card(data, base_model=base_model, is_local=is_local, loader=_loader(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
         if directory.is_dir():

@@ -821,11 +821,13 @@ def _training(setup: Setup) -> list[MemoryTerm]:
     """Return the larger of actor and critic: they take turns, and gradients are gone after each."""
     models = [setup.actor] if setup.critic is None else [setup.actor, setup.critic]
     # What an update adds to `resting`, at its largest moment.
-    peaks = (
-        max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
-        for model in models
+    return max(
+        (
+            max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
+            for model in models
+        ),
+        key=rank_bytes,
     )
-    return max(peaks, key=rank_bytes)
 
 
 def _saving(setup: Setup) -> Iterator[MemoryTerm]:

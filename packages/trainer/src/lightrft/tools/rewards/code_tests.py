@@ -187,9 +187,7 @@ def read_tests(label: str) -> CodeTests:
                 ) from None
         return CodeTests(asserts=asserts)
     if all(
-        isinstance(test, dict)
-        and isinstance(test.get("input"), str)
-        and isinstance(test.get("output"), str)
+        isinstance(test, dict) and {type(test.get("input")), type(test.get("output"))} == {str}
         for test in tests
     ):
         return CodeTests(pairs=tuple((test["input"], test["output"]) for test in tests))
