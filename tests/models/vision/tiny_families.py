@@ -482,8 +482,10 @@ def build_tiny(preset, *, seed=0, initializer_range=0.1):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = hf.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-        if preset == "tiny-gemma3":  # whose projector begins with zeros, as if it saw no images
-            model.model.multi_modal_projector.mm_input_projection_weight.data.normal_(std=0.1)
+        for name, weight in model.named_parameters():
+            # They begin with zeros, as if the model saw no images.
+            if name.endswith(("mm_input_projection_weight", "cross_attn_attn_gate")):
+                weight.data.normal_(std=0.1)
     return model, processor
 
 

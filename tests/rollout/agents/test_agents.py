@@ -278,9 +278,10 @@ def content_of(journal):
     return sorted(json.dumps(entry) for entry in told)
 
 
-def test_an_agent_with_other_parameters_is_refused_at_the_start(stage):
+@pytest.mark.parametrize("agent", ["too_few", "Crew"])
+def test_what_is_no_agent_is_refused_at_the_start(stage, agent):
     with pytest.raises(ConfigError, match=r"expected async def run\(base_url, api_key, row\)"):
-        stage("too_few")
+        stage(agent)
 
 
 def test_parameters_in_another_order_get_what_their_names_say():

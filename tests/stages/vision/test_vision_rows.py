@@ -110,7 +110,7 @@ def test_loss_and_gradient_are_those_of_transformers_row_by_row(tmp_path, preset
         assert held_out["eval/loss"] == pytest.approx(loss, rel=1e-5), way
         assert distance(found, gradient) <= 2e-5, way
     # transformers' own loss counts marks of images, which no policy samples, as possible tokens.
-    assert plain > loss
+    assert plain > loss or not placeholder_ids(model.config)
     assert plain == pytest.approx(loss, rel=0.1)
 
 

@@ -38,6 +38,8 @@ def load_agents(agent: str, sandbox: str) -> HostedAgents:
         return HostedAgents(make(what, sandbox))
     function = cast("Agent", load_user_code(agent, "agent"))
     try:
+        if inspect.isclass(function):
+            raise TypeError("it is a class")
         inspect.signature(function).bind(*_NAMES)
     except TypeError as error:
         expected = "expected async def run(base_url, api_key, row)"
