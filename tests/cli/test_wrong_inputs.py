@@ -1108,13 +1108,18 @@ def require(mistake, folder, capsys):
     assert snapshot(folder) == before
 
 
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    """Hides what a launcher, or the run that made the models, has set; undoes what a run sets."""
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with a model, data and a reward; a run in it would be an error."""
     monkeypatch.chdir(tmp_path)
-    for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # so that what a run sets is undone afterwards
-        monkeypatch.delenv(name)
 
     def refuse(*_, **more):
         raise AssertionError("a run was started")
