@@ -356,7 +356,8 @@ def test_it_is_in_the_journal(planted, tmp_path):
     for number in range(2):
         turns.append(turn_of(engine, episode, number, 4))
         episode.add_turn(turns[-1], "")
-        journal.round([episode])
+        journal.turn(episode)
+        journal.round([episode.sample_id])
         episode.add_observation(Rendered((8,), ()))
     journal.leave()
     journal.close()
@@ -393,7 +394,8 @@ def test_journals_without_it_are_read_and_written_as_before(tmp_path):
     episode = episode_of(5, (1, 2))
     episode.add_turn(completion, "")
     journal = Journal(tmp_path / "new.jsonl", HEADER)
-    journal.round([episode])
+    journal.turn(episode)
+    journal.round([episode.sample_id])
     journal.leave()
     journal.close()
     written = [json.loads(each) for each in (tmp_path / "new.jsonl").read_text().splitlines()]

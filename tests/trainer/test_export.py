@@ -136,6 +136,9 @@ def test_adapters_that_learned_nothing_are_not_exported(
         with (run / "config.toml").open("a") as file:
             file.write(f'lora_path = "{tmp_path}"\n')
     assert export(run, tmp_path / "out") == code
+    if starts:  # without its adapters a model is compared with the base alone
+        shutil.rmtree(run / "model/adapter")
+        assert export(run, tmp_path / "lost") == 0
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Agents that own their loop: what is trained is what the engine sampled, call by call."""
 
 import asyncio
+import functools
 import json
 import time
 
@@ -284,9 +285,17 @@ def test_what_is_no_agent_is_refused_at_the_start(stage, agent):
         stage(agent)
 
 
-def test_parameters_in_another_order_get_what_their_names_say():
+def test_parameters_get_what_their_names_say_or_their_places():
     async def run(row, base_url, api_key):
         return {base_url: row}
 
-    played = HostedAgents(run).perform({"arguments": ("u", "k", 2.0)})
-    assert asyncio.run(played) == [2.0, {"u": 2.0}]
+    @functools.wraps(lambda base_url, api_key, row: 0)
+    async def wrapper(*values):
+        return await run(values[2], *values[:2])
+
+    async def places(base_url, api_key, row, /):
+        return await run(row, base_url, api_key)
+
+    for agent in (run, wrapper, places):
+        played = HostedAgents(agent).perform({"arguments": ("u", "k", 2.0)})
+        assert asyncio.run(played) == [2.0, {"u": 2.0}]

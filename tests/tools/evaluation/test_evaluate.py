@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.ranks import run_multiprocess
-from tests.runs import words, write
+from tests.runs import TEMPLATE, words, write
 
 from lightrft.cli.main import main
 from lightrft.config import TrainConfig
@@ -20,6 +20,15 @@ from lightrft.tools.model_presets import write_tiny_model
 REWARD = """
 def short(responses):
     return [1.0 if len(text) % 2 else 0.25 for text in responses]
+"""
+UNPAID = """
+class Unpaid:
+    def reset(self, **row):
+        pass
+
+    def look(self) -> str:
+        '''Look around.'''
+        return "x"
 """
 NUM_PROMPTS, NUM_SAMPLES = 7, 4
 
@@ -192,3 +201,22 @@ def test_a_reward_model_or_an_environment_is_reward_enough(folder):
     ]
     for option in ("--reward_pretrain", "--environment", "--agent"):
         eval_command.parse([*argv, option, argv[0]])
+
+
+def test_an_environment_without_a_reward_is_not_enough(folder, tmp_path, capsys):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    (tmp_path / "e.py").write_text(UNPAID)
+    options = {
+        "eval_data": folder / "eval.jsonl",
+        "apply_chat_template": True,
+        "chat_template": tmp_path / "t.jinja",
+        "tool_parser": "llama",
+        "environment": f"{tmp_path / 'e.py'}:Unpaid",
+        "system_prompt": "x",
+        "generate_max_len": 6,
+        "prompt_max_len": 300,
+        "engine_type": "hf",
+        "output_dir": tmp_path / "run",
+    }
+    assert main(["eval", str(folder / "model"), *words(options)]) == 2
+    assert "environment Unpaid has no get_reward" in capsys.readouterr().err

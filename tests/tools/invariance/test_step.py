@@ -240,7 +240,8 @@ def bounds_of(cell):
 
 def violations(found):
     # In bfloat16 it was computed, where that was asked for.
-    assert all(("gradient" in d.above(FP32_BOUNDS)) == cell.bf16 for (_, cell), d, _ in found)
+    odd = [name for name, d, _ in found if ("gradient" in d.above(FP32_BOUNDS)) != name[1].bf16]
+    assert not odd
     return [
         f"{model}: {cell}: moments={moment:.3g}, "
         + ", ".join(f"{name}={d.value(name):.3g}" for name in d.above(bounds))
@@ -283,7 +284,8 @@ def test_a_cover_of_all_pairs_of_options_gives_the_reference(world_size, models)
 def test_a_ninth_of_all_choices_gives_the_reference(backend, models):
     """Another one in every session, with many cells of any four options."""
     choices = [c for c in CHOICES if c["backend"] == backend and available(c)]
-    chosen = random.sample(choices, len(choices) // 9)
+    print("seed", seed := random.randrange(2**32))
+    chosen = random.Random(seed).sample(choices, len(choices) // 9)
     assert not violations(run(chosen, models, timeout_seconds=3500))
 
 

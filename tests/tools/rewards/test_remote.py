@@ -80,10 +80,11 @@ def test_a_wrong_answer_is_an_error_at_once(serve, answer, message):
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("url", ["reward.py", "ftp://host/x", "http://"])
+@pytest.mark.parametrize("url", ["reward.py", "ftp://host/x", "http://", "http://a,http://b"])
 def test_an_address_is_checked_before_anything_runs(url):
     with pytest.raises(ConfigError, match="remote_rm_url"):
         build_reward([], config=TrainConfig(remote_rm_url=url))
+    build_reward([], config=TrainConfig(remote_rm_url="http://a/x?next=b,http://c")).close()
 
 
 def test_several_rewards_are_weighted_and_each_component_is_kept(serve, tmp_path):

@@ -201,7 +201,7 @@ def port_problems(num_processes: int) -> list[str]:
 def disk_problems(config: TrainConfig) -> list[str]:
     """Return problems of run folders: not writable, or too small for checkpoint and model."""
     sizes = [*map(count_model, _models(config))]
-    checkpoint_bytes, model_bytes = written_bytes(config, sizes)
+    checkpoint_bytes, model_bytes = written_bytes(config, sizes, has_average=config.enable_ema)
     num_checkpoints = 1 + (config.save_steps > 0)  # the old one is deleted after the new one
     needs = (
         ("output_dir", Path(config.output_dir), 0),
@@ -232,11 +232,13 @@ def disk_problems(config: TrainConfig) -> list[str]:
     return problems
 
 
-def written_bytes(config: BuildOptions, sizes: Sequence[int]) -> tuple[int, int]:
+def written_bytes(
+    config: BuildOptions, sizes: Sequence[int], *, has_average: bool = False
+) -> tuple[int, int]:
     """Return the bytes of a checkpoint and of the final model in float32.
 
-    A checkpoint holds all weights except those of 4 bits, and of the trained ones Adam's two
-    moments; DeepSpeed keeps these weights twice.
+    A checkpoint holds all weights except those of 4 bits, Adam's two moments of the trained ones,
+    and maybe an average of all; DeepSpeed keeps the trained weights twice.
     """
     actor, *others = sizes
     shapes = tensor_shapes(str(config.pretrain)) if config.lora_rank else {}
@@ -248,7 +250,8 @@ def written_bytes(config: BuildOptions, sizes: Sequence[int]) -> tuple[int, int]
     trained = (adapters or actor) + sum(others)
     frozen = actor if adapters and config.quantize is None else 0
     bytes_each = 6 if config.adam_8bit else 12 if config.fsdp else 16
-    return bytes_each * trained + 4 * frozen, 4 * (actor + adapters)
+    model_bytes = 4 * (actor + adapters)
+    return bytes_each * trained + 4 * frozen + model_bytes * has_average, model_bytes
 
 
 def _shown_bytes(count: float) -> str:

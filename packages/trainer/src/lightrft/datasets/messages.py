@@ -384,7 +384,7 @@ def _take_reasoning(fields: Message) -> None:
 def _take_marks(fields: Message, place: str) -> bool:
     """Take the marks of training out of a message; return whether it may be trained."""
     is_trained = True
-    for name in fields.keys() & _MARKS:
+    for name in [name for name in _MARKS if name in fields]:
         value = fields.pop(name)
         if value not in (0, 1):
             raise DataError(f"{place}: {name} must be 0 or 1: got {str(value)[:40]!r}")

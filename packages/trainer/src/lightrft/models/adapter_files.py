@@ -58,7 +58,7 @@ def check_adapters(
     if saved == [*whole]:
         settings = {**settings, "modules_to_save": None}
     _check_settings(folder, settings, config)
-    shapes = _shapes(folder / WEIGHTS_FILE)
+    shapes = {name: tuple(value.shape) for name, value in read_adapters(folder).items()}
     wanted: dict[str, tuple[int, ...]] = {
         f"{PREFIX}{name}.{factor}.weight": (config.lora_rank, layer.in_features)
         if factor == FACTORS[0]
@@ -119,11 +119,17 @@ def _check_settings(folder: Path, settings: Mapping[str, object], config: BuildO
         )
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def read_adapters(folder: Path) -> dict[str, torch.Tensor]:
+    """Return factors and whole trained parts by name.
+
+    Raises:
+        ConfigError: The file is missing or cannot be read.
+    """
+    file = folder / WEIGHTS_FILE
     try:
         with safe_open(regular_file(file), framework="pt") as opened:
             names = opened.keys()
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in names}
+            return {name: opened.get_tensor(name) for name in names}
     except (OSError, FileError, SafetensorError) as error:
         raise ConfigError(
             f"lora_path: {file} cannot be read ({error}): save the adapters as safetensors"
@@ -140,13 +146,11 @@ def load_adapters(folder: Path, model: nn.Module, adapter: str) -> None:
         adapter: Name of the adapters in the model.
     """
     parameters = dict(model.named_parameters())
-    with safe_open(regular_file(folder / WEIGHTS_FILE), framework="pt") as opened:
-        names = opened.keys()
-        for name in names:
-            parameter = name.removeprefix(PREFIX)
-            if parameter not in parameters:
-                parameter = parameter.removesuffix(".weight") + f".{adapter}.weight"
-            parameters[parameter].copy_(opened.get_tensor(name))
+    for name, value in read_adapters(folder).items():
+        parameter = name.removeprefix(PREFIX)
+        if parameter not in parameters:
+            parameter = parameter.removesuffix(".weight") + f".{adapter}.weight"
+        parameters[parameter].copy_(value)
 
 
 def is_below(name: str, children: Collection[str]) -> bool:

@@ -519,7 +519,7 @@ class TrainOptions(TypedDict, total=False):
     output_dir: str
     """Folder for everything that the run writes."""
     max_epochs: int
-    """Passes over the samples of one step; of sft, prefer and reward, over their rows."""
+    """Passes over the samples of one step; on rows, over the rows."""
     max_steps: int | None
     """Stop after this many steps (rollout batches)."""
     save_steps: int

@@ -32,7 +32,7 @@ class RunControlOptions(FolderOptions):
 
     max_epochs: int = option(
         1,
-        "Passes over the samples of one step; of sft, prefer and reward, over their rows.",
+        "Passes over the samples of one step; on rows, over the rows.",
         at_least=1,
         group="algorithm",
     )

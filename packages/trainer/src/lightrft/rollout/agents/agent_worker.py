@@ -64,9 +64,10 @@ class HostedAgents(HostedEpisodes):
     async def perform(self, request: Request) -> object:
         """Run the agent of one episode; return its reward."""
         arguments = dict(zip(_NAMES, cast("Sequence[object]", request["arguments"]), strict=True))
-        if arguments.keys() <= inspect.signature(self._agent).parameters.keys():
+        names = tuple(inspect.signature(self._agent).parameters)
+        if names[:3] != _NAMES and arguments.keys() <= {*names}:
             call = partial(self._agent, **arguments)
-        else:
+        else:  # a wrapper shows the names of what it wraps, and may take places alone
             call = partial(self._agent, *arguments.values())
         is_waiting = inspect.iscoroutinefunction(self._agent)
         value = await settled(call() if is_waiting else asyncio.to_thread(call))

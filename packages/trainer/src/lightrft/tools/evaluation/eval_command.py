@@ -94,6 +94,8 @@ def parse(argv: Sequence[str]) -> tuple[TrainConfig, EvalSettings, int]:
     if settings.held_out is not None and not config.save_rollouts:
         problems.append("--held_out is of the rows of --save_rollouts: add that, or leave it out")
     problems += model_problems("MODEL", str(model))
+    for path in config.reward_pretrain:
+        problems += model_problems("--reward_pretrain", path)
     if config.eval_data is None:
         problems.append(f"--eval_data is missing: {A_DATA_FILE}")
     refuse(problems + no_reward(config), ConfigError)

@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightrft.config import ConfigError, PromptDataOptions, SamplingOptions, TrainConfig
+from lightrft.config import (
+    ConfigError,
+    PromptDataOptions,
+    SamplingOptions,
+    ScoringOptions,
+    TrainConfig,
+)
+from lightrft.config.other_names import A_REWARD
 from lightrft.config.toml import write_whole
 from lightrft.datasets import Prompt
 from lightrft.datasets.files import read_sources
@@ -47,6 +54,8 @@ from lightrft.strategy.distributed.context import DistributedContext
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrft.rollout.environments.environments import Environments
 
 RESPONSES_FILE = "responses.jsonl"
 
@@ -131,6 +140,7 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         modality = load_modality(config, tokenizer)
         environments = build_environments(config, tokenizer, modality, has_journal=False)
         stack.callback(environments.close)
+        _require_reward(config, environments)
         shown = environments.prompt_tokenizer
         prompts = load_run_prompts(config, shown, for_evaluation=True).prompts
         held_out = held_out_prompts(config, settings.held_out, shown)
@@ -155,10 +165,9 @@ def run_evaluation(config: TrainConfig, settings: EvalSettings) -> EvalResult:
         )
         strategy.setup_inference_engine(config, config.engine_type, actor=model)
         strategy.update_engine_weights(model)
-        sampler = RolloutSampler(
-            SourceParts(strategy.session, config, tokenizer, reward, models, modality.encoder),
-            environments.source,
-        )
+        session, encoder = strategy.session, modality.encoder
+        parts = SourceParts(session, config, tokenizer, reward, models, encoder)
+        sampler = RolloutSampler(parts, environments.source)
         result, tables = _sample_passes(config, settings, sampler, prompts, strategy.context, log)
         if strategy.is_rank_0():
             # The result comes last: it shows that all files are complete.
@@ -278,6 +287,14 @@ def held_out_prompts(
     return frozenset(prompt.key for prompt in prompts)
 
 
+def _require_reward(config: ScoringOptions, environments: object) -> None:
+    if not (config.num_rewards or config.has_agent):
+        spec = cast("Environments", environments).spec
+        if not spec.has_reward:
+            text = f"environment {spec.name} has no get_reward, and --reward_fn is missing"
+            raise ConfigError(f"{text}: {A_REWARD}")
+
+
 def write_result(
     config: TrainConfig, settings: EvalSettings, result: EvalResult, *, num_held_out: int
 ) -> None:
@@ -289,7 +306,8 @@ def write_result(
     content = {
         "model": config.pretrain,
         "data": config.eval_data,
-        "reward_fn": list(config.reward_fn),
+        "reward_fn": config.reward_fn,
+        "reward_pretrain": config.reward_pretrain,
         "seed": config.seed,
         "max_tokens": config.generate_max_len,
         "settings": {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from lightrft.cli.errors import CommandError, ExitCode, PreflightError
@@ -17,7 +16,7 @@ from lightrft.cli.preflight import HUB_ID
 from lightrft.config import TrainConfig
 from lightrft.config.options import options_of
 from lightrft.config.toml import read_toml
-from lightrft.models.adapter_files import FACTORS, PREFIX, WEIGHTS_FILE
+from lightrft.models.adapter_files import FACTORS, PREFIX, WEIGHTS_FILE, read_adapters
 from lightrft.models.loading import (
     has_processor,
     is_classifier,
@@ -87,7 +86,7 @@ def export_model(run: Path, directory: Path) -> str:
         ) from error
     try:
         what, difference = _write_and_compare(source_path, partial, _prompt(run))
-        parts = _trained_parts(source_path / "adapter" / WEIGHTS_FILE, options.get("lora_path"))
+        parts = _trained_parts(source_path / "adapter", options.get("lora_path"))
         _require_trained(partial, base_model, parts)
         card = model_card(data, base_model=base_model, is_local=is_local, loader=_loader(partial))
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -189,14 +188,16 @@ def _trained_parts(adapters: Path, start: object) -> tuple[str, ...]:
     differs from its file without training.
 
     Args:
-        adapters: File of the trained adapters; there may be none.
+        adapters: Folder of the trained adapters; there may be none.
         start: Folder of those that the run started from; None is new ones, whose B is 0.
     """
-    trained = load_file(adapters) if adapters.is_file() else {}
+    if not (adapters / WEIGHTS_FILE).is_file():
+        return ("",)
+    trained = read_adapters(adapters)
     first = {name: 0 * value for name, value in trained.items() if FACTORS[1] in name}
     if start is not None:
         file = Path(str(start)) / WEIGHTS_FILE
-        first = load_file(file) if file.is_file() else {}
+        first = read_adapters(file.parent) if file.is_file() else {}
     if not first or any(not torch.equal(trained[n], value.float()) for n, value in first.items()):
         return ("",)
     others = trained.keys() - first.keys()
@@ -212,14 +213,12 @@ def _require_trained(target: Path, base_model: str | None, parts: tuple[str, ...
         parts: See `_trained_parts`.
     """
     differing = [*parts]
-    # A head of scores is new on another model.
-    if (
-        base_model is not None
-        and Path(base_model).is_dir()
-        and (is_reward_model(base_model) or not is_reward_model(str(target)))
-    ):
-        models = (load_exported(each, _dtype_name(target)) for each in (target, base_model))
-        differing = differing_tensors(*(each.state_dict() for each in models))
+    if base_model is not None and Path(base_model).is_dir():
+        if is_reward_model(base_model) or not is_reward_model(str(target)):
+            models = (load_exported(each, _dtype_name(target)) for each in (target, base_model))
+            differing = differing_tensors(*(each.state_dict() for each in models))
+        else:  # a head of scores, which is new on another model, is no sign of training
+            differing = [part for part in parts if not part]
     if not any(name.endswith(parts) for name in differing):
         raise ExportError(
             f"the final model is that with which the run started ({base_model}): nothing was "

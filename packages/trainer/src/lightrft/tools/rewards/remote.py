@@ -213,10 +213,8 @@ def service_address(url: str, *, option: str = "remote_rm_url") -> str:
     full = _VARIABLE.sub(lambda match: os.environ[match[1]], url)
     try:
         parts = urlsplit(full)
-        is_right = parts.scheme in ("http", "https") and bool(parts.hostname)
-        is_right = (
-            is_right and parts.port != 0 and full.isprintable() and not re.search(" |,http", full)
-        )
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_right = is_right and full.isprintable() and not re.search(r" |^[^?]*,https?://", full)
     except ValueError:
         is_right = False
     if not is_right:
