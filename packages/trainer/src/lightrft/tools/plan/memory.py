@@ -185,6 +185,11 @@ def forward_peak(setup: Setup, model: Model, num_rows: int) -> Iterator[MemoryTe
     yield MemoryTerm("tower: activations of a layer", tower_bytes(setup, one, num_rows))
 
 
+def train_peak(setup: Setup, model: Model) -> list[MemoryTerm]:
+    """Return the addition of an update to `resting`, at its largest moment."""
+    return max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
+
+
 def moments(setup: Setup, model: Model) -> Iterator[list[MemoryTerm]]:
     """Yield the addition of an update to `resting` at each moment that may be its largest."""
     rows, c = setup.config.micro_train_batch_size, setup.compute_bytes
@@ -820,14 +825,7 @@ def _scoring(setup: Setup, rows: int) -> list[MemoryTerm]:
 def _training(setup: Setup) -> list[MemoryTerm]:
     """Return the larger of actor and critic: they take turns, and gradients are gone after each."""
     models = [setup.actor] if setup.critic is None else [setup.actor, setup.critic]
-    # What an update adds to `resting`, at its largest moment.
-    return max(
-        (
-            max(moments(setup, model), key=lambda terms: sum(t.num_bytes for t in terms))
-            for model in models
-        ),
-        key=rank_bytes,
-    )
+    return max((train_peak(setup, model) for model in models), key=rank_bytes)
 
 
 def _saving(setup: Setup) -> Iterator[MemoryTerm]:

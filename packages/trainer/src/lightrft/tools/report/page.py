@@ -150,13 +150,7 @@ def find_alarms(run: RunData) -> list[str]:
         if row.name == "constant_group_share" and options.get("n_samples_per_prompt") == "1":
             continue  # a single response always equals itself
         points = run.points(row.name)
-        bad = [
-            step
-            for step, value in points
-            if value is None
-            or not (row.low is None or value >= row.low)
-            or not (row.high is None or value <= row.high)
-        ]
+        bad = [step for step, value in points if value is None or not _is_healthy(row, value)]
         if row.name == "constant_group_share":
             bad = [step for step in bad if step not in solved]
         if bad:
@@ -180,6 +174,10 @@ def solved_steps(run: RunData) -> set[int]:
         return set()
     enough = max(best) - (1 - SOLVED_SHARE) * (max(best) - min(worst))
     return {step for step, value in run.points("reward") if value is not None and value >= enough}
+
+
+def _is_healthy(row: MetricRow, value: float) -> bool:
+    return (row.low is None or value >= row.low) and (row.high is None or value <= row.high)
 
 
 def run_facts(run: RunData) -> list[tuple[str, str]]:
